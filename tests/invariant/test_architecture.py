@@ -20,7 +20,8 @@ MAY_IMPORT = {
     "buffer": {"types"},
     "core": {"types"},
     "tasks": {"types", "process"},
-    "rollout": {"types", "core.kernels", "core.wide", "models.bits", "models.layers"},
+    "environments": {"types"},
+    "rollout": {"types", "environments", "core.kernels", "core.wide", "models.bits", "models.layers"},
     "learn": {"types", "core", "models.layers"},
     "models": {"types", "demo", "process", "screen.terminal"},
     "demo": set(),
@@ -50,7 +51,7 @@ MAY_IMPORT = {
     "preflight": {"types", "config", "core.settings", "demo", "runs", "tasks"},
     "train": {
         *("__version__", "types", "buffer", "tasks", "rollout", "learn", "models", "config", "runs"),
-        *("screen", "evaluate", "preflight", "process"),
+        *("screen", "evaluate", "preflight", "process", "environments"),
     },
     "convert": {"config", "core.settings", "types", "screen.terminal"},
     "commands": {"config", "runs", "screen.terminal", "tasks.data", "train", "preflight"},

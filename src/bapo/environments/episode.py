@@ -1,7 +1,8 @@
 """What an environment is to the rest of the system: something that answers a turn.
 
     turn          what the policy samples up to a stop token, or up to a token that ends a turn
-    observation   what the environment says after a turn; its tokens follow in the same response, and nobody sampled them
+    observation   what the environment says after a turn; its tokens follow in the same response, but nobody sampled
+                  them
     episode       the life of one environment beside one response
     answer        what an environment says after it began, after a turn, or about the whole episode
 
@@ -45,7 +46,7 @@ class Environments(Protocol):
 
     @property
     def turn_ends(self) -> tuple[str, ...]:
-        """Texts that end a turn besides the model's stop tokens, such as "=": a token that ends with one ends a turn."""
+        """Texts that end a turn besides the model's stop tokens, such as "=": tokens that end with one end a turn."""
 
     def begin(self, key: str, problem: Problem) -> None:
         """Start the episode of this name. Its answer may add something to the prompt."""
@@ -60,7 +61,7 @@ class Environments(Protocol):
         """What was answered since the last call. Waits for the first answer at most this many seconds."""
 
     def end(self, key: str) -> None:
-        """Forget an episode, also in the middle of a question, whose answer never comes then."""
+        """Forget an episode, wherever it is. The answer to a question that is open never comes. May come twice."""
 
     def close(self) -> None:
         """End what was started for all of them."""

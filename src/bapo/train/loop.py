@@ -25,7 +25,7 @@ from bapo.runs.ledger import Ledger
 from bapo.screen.watch import Learned, Tell, Watching
 from bapo.tasks.task import ProblemStream, Task
 from bapo.train.job import ends_run
-from bapo.train.scoring import Failing, Scored, response_metrics, score, unscored
+from bapo.train.scoring import Failing, Scored, response_metrics, score, unscored, with_given_up
 from bapo.types import Group
 
 
@@ -97,14 +97,14 @@ def take_step(parts: Parts, state: RunState, watching: Watching) -> StepRecord:
     return StepRecord(
         step=state.step,
         rollout={
-            **response_metrics(rollout.groups, failures=len(scored.failures), judged=scored.judged),
+            **response_metrics(rollout.groups, len(scored.failures), scored.judged, rollout.dropped),
             **{f"rollout/{name}": value for name, value in asdict(rollout.metrics).items()},
             **{f"buffer/{name}": value for name, value in asdict(parts.buffer.metrics()).items()},
             "rollout/admitted": admitted,
         },
         updates=updates,
         samples=rollout.groups[:1],
-        scored=scored,
+        scored=with_given_up(scored, rollout, parts.policy.decode),
         timing={
             "seconds": ended - began,
             "rollout_seconds": sampled - began,
