@@ -27,6 +27,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
+from inspect import signature
 from typing import Any, NoReturn
 
 from bapo.environments.calls import FORMATS, own
@@ -58,7 +59,9 @@ class Made:
         self.parse = FORMATS.get(tool_format, lambda text: [])
         if ":" in tool_format:
             self.parse = own(find_function(tool_format, "task.tool_format"))
-        self.graders = [(find_function(name), weight) for name, weight in graders]
+        found_graders = [(name, find_function(name), weight) for name, weight in graders]
+        self.graders = [(grade, weight) for _, grade, weight in found_graders if looks_inside(grade)]
+        self.grading = [name for name, grade, _ in found_graders if looks_inside(grade)]
 
     def of(self, row: Mapping[str, Any]) -> Tools | Game:
         """The environment of a row, before it begins."""
@@ -96,9 +99,13 @@ class Made:
                         f"the tool {tool!r} cannot be described to the model: {error}. Give it type hints and a "
                         "docstring that has a line for each argument under Args:"
                     ) from error
-            rewards = bool(made.graders) or hasattr(made.environment, "get_reward")
-            known[name] = {"tools": schemas, "rewards": rewards}
+            known[name] = {"tools": schemas, "rewards": bool(made.graders) or hasattr(made.environment, "get_reward")}
         return known
+
+
+def looks_inside(grade: Callable[..., Any]) -> bool:
+    """Whether a reward function is written for TRL, and is given the environment and the messages of an episode."""
+    return not {"environments", "prompts", "completions"}.isdisjoint(signature(grade).parameters)
 
 
 def serve(
@@ -121,7 +128,7 @@ def serve(
             else:
                 tell(index, child)
 
-    return {"name": name}, answer
+    return {"grading": environments.grading}, answer
 
 
 def _end(process: int) -> int:

@@ -48,7 +48,7 @@ class Recipe:
     tool_format: str = ""
     """A name in `calls.py:FORMATS` or module:function. Empty: the owner finds the calls, or there are none."""
     graders: Sequence[tuple[str, float]] = ()
-    """Reward functions that look at the environment, with their weights."""
+    """Reward functions with their weights, of which those written for TRL are called in the episode's process."""
 
 
 def row_of(problem: Problem) -> Row:
@@ -126,6 +126,9 @@ class Hosted(AbstractContextManager["Hosted"]):
         )
         try:
             self._keeper.wait_until_ready()
+            ready: Any = self._keeper.ready
+            self.grading: list[str] = ready["grading"]
+            """The reward functions that are called there."""
             self.about = self._describe(rows or {})
         except BaseException:
             self.close()

@@ -15,13 +15,13 @@ Models without a chat template, and text in general, get what is said as it stan
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError
 
-from bapo.environments.calls import Call, Malformed, format_of, of_message
+from bapo.environments.calls import FORMATS, Call, Malformed, format_of, of_message
 from bapo.environments.episode import Said
 from bapo.models.policy import Policy, encoded
 from bapo.models.templates import reason_of, render
@@ -59,6 +59,7 @@ class PolicyScript:
             *before, last = given
             given = [*before, {**last, "content": last["content"] + opening}]
         name = str(problem.extra.get("environment", "")) if "" not in self.tools else ""
+        refuse((not given, "there is nothing to answer: neither the problem nor the environment says anything"))
         return self.policy.encode(given, tools=self.tools.get(name))
 
     def turn(self, tokens: Sequence[int]) -> str:
@@ -84,36 +85,28 @@ class PolicyScript:
         unclosed = not closed and ("<think>" in turn or self.policy.opens_thinking)
         return "" if unclosed else after
 
-    def calls(self, turn: str) -> list[Call] | str:
-        """The calls in a turn, as the tokenizer's own template reads them, or what is wrong with them."""
-        schemas = [schema for each in self.tools.values() for schema in each]
-        try:
-            message = self.policy.tokenizer.parse_response(turn, prefix=self._opening, tools=schemas)
-            return of_message(message or {})
-        except Malformed as error:
-            return str(error)
-        except Exception as error:
-            return f"The tool call cannot be read: {error}"
-
-    def tool_format(self, chosen: str) -> str:
-        """The name of the format of tool calls: the one chosen, or else the one that the model's template shows."""
-        template = str(self.policy.tokenizer.chat_template)
+    def calls_for(self, chosen: str) -> Callable[[str], list[Call] | str] | None:
+        """What finds calls in this format, if it is the tokenizer. Refuses a model whose format nobody knows."""
         has_own = getattr(self.policy.tokenizer, "response_template", None) is not None
-        found = format_of(template, has_own=has_own) if chosen == "auto" else chosen
         refuse(
             (
-                found is None,
+                not chosen,
                 "task.tool_format='auto' does not recognise how this model writes calls of tools: its chat template "
                 "shows neither <tool_call> with JSON nor Llama's form. Name hermes or llama, or a function of yours "
                 "that finds the calls in a turn (module:function).",
             ),
             (
-                found == "tokenizer" and not has_own,
+                chosen == "tokenizer" and not has_own,
                 "task.tool_format='tokenizer' needs a tokenizer with a response_template, and this one has none. Set "
                 "task.tool_format='auto'.",
             ),
+            (
+                chosen != "tokenizer" and ":" not in chosen and chosen not in FORMATS,
+                f"task.tool_format={chosen!r} is unknown. Set it to auto, tokenizer, {', '.join(FORMATS)}, or "
+                "module:function.",
+            ),
         )
-        return str(found)
+        return self._calls if chosen == "tokenizer" else None
 
     def refuse_template(self, role: str) -> None:
         """Refuse a chat template that writes a turn differently once a message of this role follows."""
@@ -156,6 +149,17 @@ class PolicyScript:
                 "model that was trained with tools, or an environment with a method step(text).",
             )
         )
+
+    def _calls(self, turn: str) -> list[Call] | str:
+        """The calls in a turn, as the tokenizer's own template reads them, or what is wrong with them."""
+        schemas = [schema for each in self.tools.values() for schema in each]
+        try:
+            message = self.policy.tokenizer.parse_response(turn, prefix=self._opening, tools=schemas)
+            return of_message(message or {})
+        except Malformed as error:
+            return str(error)
+        except Exception as error:
+            return f"The tool call cannot be read: {error}"
 
     @cached_property
     def _opening(self) -> str:
@@ -202,3 +206,9 @@ class PolicyScript:
         """The text, at most so many tokens of it."""
         most, tokens = self.observation_tokens, encoded(self.policy.tokenizer, text)
         return text if len(tokens) <= most else self.policy.decode(tokens[:most]) + CUT.format(most)
+
+
+def tool_format(tokenizer: Any) -> str:
+    """The format of tool calls that a model's template shows; empty if we do not know it."""
+    has_own = getattr(tokenizer, "response_template", None) is not None
+    return format_of(str(tokenizer.chat_template), has_own=has_own) or ""
