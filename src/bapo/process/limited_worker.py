@@ -45,7 +45,7 @@ from typing import Any, NoReturn
 
 from bapo.process import found_in
 
-__all__ = ["OUT_OF_MEMORY", "describe", "receive", "send"]
+__all__ = ["OUT_OF_MEMORY", "data_in_use", "describe", "receive", "send"]
 
 OUT_OF_MEMORY = 77
 """Exit status of a child that ran out of memory."""
@@ -150,7 +150,7 @@ def _serve(connection: socket.socket, function: Callable[..., Any], memory_mb: i
 def _serve_for_good(connection: socket.socket, function: Callable[..., Any], memory_mb: int) -> int:
     """Answer calls in this process until the owner hangs up. Each result is sent as soon as it is known."""
     _give_way()
-    at_start = _data()
+    at_start = data_in_use()
     if memory_mb and at_start:
         resource.setrlimit(resource.RLIMIT_DATA, (at_start + memory_mb * 2**20,) * 2)
     with contextlib.suppress(EOFError, OSError):
@@ -159,7 +159,7 @@ def _serve_for_good(connection: socket.socket, function: Callable[..., Any], mem
                 function(receive(connection), lambda *result: send(connection, result))
             except MemoryError:
                 os._exit(OUT_OF_MEMORY)
-            send(connection, {"grown": bool(memory_mb) and _data() - at_start > memory_mb * 2**19})
+            send(connection, {"grown": bool(memory_mb) and data_in_use() - at_start > memory_mb * 2**19})
     return 0
 
 
@@ -219,8 +219,8 @@ def _address_space() -> int:
     return _pages(0)
 
 
-def _data() -> int:
-    """Bytes of them that can be written and are nobody else's."""
+def data_in_use() -> int:
+    """Bytes of address space that can be written and are nobody else's; 0 where the system does not report it."""
     return _pages(5)
 
 

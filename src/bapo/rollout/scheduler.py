@@ -126,11 +126,16 @@ class _Run:
     """Responses in `begun` that have been given tokens in this run."""
 
 
-def new_group(id: int, problem: Problem, prompt_ids: Sequence[int], *, responses: int, seed: int) -> Group:
-    """A group of empty responses to one problem, each with its own seed, from (run seed, group id, index)."""
+def new_group(
+    id: int, problem: Problem, prompt_ids: Sequence[int], *, responses: int, seed: int, opened: bool = True
+) -> Group:
+    """A group of empty responses to one problem, each with its own seed, from (run seed, group id, index).
+
+    `opened`: the prompt is complete, and no environment has to say something first.
+    """
     refuse(
         (responses < 1, f"responses={responses} makes an empty group {id}. Set responses >= 1."),
-        (not prompt_ids, f"problem {problem.id!r} has no prompt tokens. Encode it with a beginning-of-sequence token."),
+        (opened and not prompt_ids, f"problem {problem.id!r} has no prompt tokens. Encode it with a beginning-of-sequence token."),
     )
     return Group(
         id=id,

@@ -125,8 +125,10 @@ def admit(parts: Parts, state: RunState, most: int = 2) -> int:
     config, encode, seed = parts.config.rollout, parts.policy.encode, parts.config.seed
     owed = min(state.owed, config.prompts)
     count = max(0, min(config.prompts + owed, most * config.prompts - len(parts.scheduler.in_progress)))
+    opened = parts.scheduler.conversations is None
     for problem in parts.stream.draw(count):
-        group = new_group(state.groups, problem, encode(problem.prompt), responses=config.responses, seed=seed)
+        prompt, responses = encode(problem.prompt), config.responses
+        group = new_group(state.groups, problem, prompt, responses=responses, seed=seed, opened=opened)
         parts.scheduler.admit([group])
         state.groups += 1
     state.owed = min(owed, config.prompts + owed - count)
