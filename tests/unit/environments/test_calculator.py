@@ -1,5 +1,6 @@
 """The calculator: its values against the task's own, and whole conversations of the demo model with it."""
 
+import json
 import random
 from contextlib import nullcontext
 
@@ -12,6 +13,7 @@ from bapo.tasks.countdown import expressions
 from bapo.train.build import build
 from bapo.train.loop import RunState, take_step
 from bapo.train.machine import resolve
+from tests.tiny.runs import assert_resumes_bit_for_bit
 
 
 def test_every_sum_of_countdown_has_the_value_that_its_verifier_knows():
@@ -26,6 +28,13 @@ def test_every_sum_of_countdown_has_the_value_that_its_verifier_knows():
 )
 def test_it_says_nothing_to_what_is_no_sum(turn):
     assert value(turn) == ""
+
+
+def test_a_run_stopped_between_the_turns_of_conversations_resumes_bit_for_bit(tmp_path):
+    assert_resumes_bit_for_bit(tmp_path, task={"environment": "calculator"})
+    state = json.loads((tmp_path / "whole" / "checkpoints" / "step-000002" / "state.json").read_text())
+    parked = [t for group in state["scheduler"]["groups"] for t in group["trajectories"] if t["status"] == "parked"]
+    assert any(len(t.get("answers", ())) > 1 for t in parked)  # there were conversations to go on with
 
 
 def test_a_step_with_the_calculator(tmp_path):
