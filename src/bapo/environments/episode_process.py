@@ -78,8 +78,6 @@ class Made:
 
         `rows`: one of each, if there is one.
         """
-        from transformers.utils import get_json_schema
-
         known = {}
         for name in self.factories:
             made = self.of(rows.get(name, {"environment": name}))
@@ -90,6 +88,8 @@ class Made:
                 raise ValueError(
                     f"a {type(made.environment).__name__} has neither reset nor step. Give it one of them."
                 )
+            from transformers.utils import get_json_schema  # takes seconds, and a game needs none
+
             schemas = []
             for tool, function in made.tools.items():
                 try:

@@ -135,7 +135,10 @@ def new_group(
     """
     refuse(
         (responses < 1, f"responses={responses} makes an empty group {id}. Set responses >= 1."),
-        (opened and not prompt_ids, f"problem {problem.id!r} has no prompt tokens. Encode it with a beginning-of-sequence token."),
+        (
+            opened and not prompt_ids,
+            f"problem {problem.id!r} has no prompt tokens. Encode it with a beginning-of-sequence token.",
+        ),
     )
     return Group(
         id=id,
