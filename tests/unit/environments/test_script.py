@@ -95,7 +95,7 @@ def test_a_template_that_removes_earlier_reasoning_is_refused_where_it_does():
     PolicyScript(policy(QWEN.replace("THINKS", "false")))
     shorter = QWEN.replace("THINKS", "false").replace("'\n' + said", "'\n' + (said if loop.last else said[:1])")
     with pytest.raises(ValueError, match="it changes the turn before"):
-        PolicyScript(policy(shorter))
+        PolicyScript(policy(shorter, template_options={"enable_thinking": False}))
 
 
 def test_templates_that_cannot_hold_a_conversation_with_tools_are_refused():
