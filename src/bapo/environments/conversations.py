@@ -229,8 +229,8 @@ class Conversations:
 
 def turns_of(trajectory: Trajectory) -> int:
     """How many turns the policy took; an unfinished last one counts."""
-    finished = len(trajectory.answers) - 1 - (trajectory.status is not Status.PARKED)
-    return max(0, finished) + (len(trajectory.tokens) > _read(trajectory.answers))
+    asked = trajectory.answers[:-1] if trajectory.finished else trajectory.answers  # without the grade
+    return max(0, len(asked) - 1) + (len(trajectory.tokens) > _read(asked))
 
 
 def reward_of(answers: Sequence[dict[str, Any]]) -> float | None:
