@@ -149,3 +149,39 @@ class Hostile:
 
 
 ALL = {"guess": Guess, "echo": Echo, "hostile": Hostile}
+
+
+class Counter:
+    """Counts up to what its row says, and ends with an error that the model is told."""
+
+    def reset(self, target, **row):
+        """Begin."""
+        self.count, self.target = 0, target
+        return f" Stop at {target}."
+
+    def add(self, step: int) -> int:
+        """
+        Add to the counter.
+
+        Args:
+            step: What to add.
+
+        Returns:
+            The counter.
+        """
+        if self.count >= self.target:
+            raise ValueError("It is over.")
+        self.count += step
+        return self.count
+
+    def get_reward(self) -> float:
+        """Whether it was met."""
+        return float(self.count == self.target)
+
+
+def quiet(completions, environments, **columns):
+    """A reward function of TRL's: half a point if the last message has no call and the environment was met."""
+    return [
+        0.5 * (messages[-1]["content"] == "It is four." and environment.count == environment.target)
+        for messages, environment in zip(completions, environments, strict=True)
+    ]
