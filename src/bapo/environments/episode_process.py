@@ -54,7 +54,7 @@ class Made:
     ) -> None:
         found = None if environment is None else find_function(environment, "task.environment", or_dict=True)
         self.factories: dict[str, Any] = found if isinstance(found, dict) else {"": found}
-        self.options = options
+        self.options, self.chosen_by = options, "environment" if isinstance(found, dict) else None
         self.tools = [find_function(name, "task.tools:") for name in tools]
         self.parse = FORMATS.get(tool_format, lambda text: [])
         if ":" in tool_format:
@@ -65,7 +65,7 @@ class Made:
 
     def of(self, row: Mapping[str, Any]) -> Tools | Game:
         """The environment of a row, before it begins."""
-        name = row.get("environment", "") if "" not in self.factories else ""
+        name = "" if self.chosen_by is None else row.get(self.chosen_by)
         if name not in self.factories:
             known = ", ".join(self.factories)
             raise ValueError(f"the row names the environment {name!r} in its column environment; there are {known}")
@@ -78,8 +78,6 @@ class Made:
 
         `rows`: one of each, if there is one.
         """
-        from transformers.utils import get_json_schema
-
         known = {}
         for name in self.factories:
             made = self.of(rows.get(name, {"environment": name}))
@@ -90,6 +88,8 @@ class Made:
                 raise ValueError(
                     f"a {type(made.environment).__name__} has neither reset nor step. Give it one of them."
                 )
+            from transformers.utils import get_json_schema  # takes seconds, and a game needs none
+
             schemas = []
             for tool, function in made.tools.items():
                 try:
@@ -169,7 +169,7 @@ def _live(environments: Made, address: str, number: int, seconds: float, memory_
                     seed = int.from_bytes(sha256(problem.encode()).digest()[:4], "big")
                     _seed(seed)
                     episode = environments.of(row)
-                    reply = episode.begin(row, seed)
+                    reply = episode.begin({key: row[key] for key in row if key != environments.chosen_by}, seed)
                 else:
                     reply = getattr(episode, question)(*given)
                 reply = _cut(reply, most)

@@ -164,7 +164,7 @@ class PolicyScript:
     @cached_property
     def _opening(self) -> str:
         """What the template writes before an answer."""
-        return self.policy.decode(self.policy.encode("0"))
+        return self.policy.chat_text([{"role": "user", "content": "0"}])
 
     @property
     def _before(self) -> list[dict[str, Any]]:

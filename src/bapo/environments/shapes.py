@@ -17,6 +17,7 @@ import asyncio
 import inspect
 import math
 import numbers
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ class Loop:
 
     def __init__(self) -> None:
         self.runner = asyncio.Runner()
+        self._finalizer = weakref.finalize(self, self.runner.close)
 
     def __call__(self, method: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """What the method returns, or what it returns in the end."""
@@ -99,7 +101,7 @@ class Tools:
             return {}
         returned = self.run(self.environment.reset, **accepted(self.environment.reset, row, seed=seed))
         if returned is not None and not isinstance(returned, str):
-            raise TypeError(f"reset returned a {type(returned).__name__}, not text or None")
+            raise TypeError(f"reset returned something of type {type(returned).__name__}, not text or None")
         return {"text": returned or ""}
 
     def act(self, turn: str, calls: Sequence[Call] | str | None = None) -> Reply:
@@ -158,7 +160,7 @@ class Game:
         """Start the game. Text is added to the prompt; messages take its place."""
         start = next((getattr(self.game, name) for name in STARTS if hasattr(self.game, name)), None)
         if start is None:
-            raise TypeError(f"a {type(self.game).__name__} has a method step, but none of {', '.join(STARTS)}")
+            raise TypeError(f"{type(self.game).__name__} has a method step, but none of {', '.join(STARTS)}")
         returned = self.run(start, **accepted(start, row, seed=seed, num_players=1))
         if returned is None:
             return {"text": self._seen()}
@@ -207,7 +209,7 @@ class Game:
             return _said(said), returned.reward, returned.episode_done
         if hasattr(returned, "observation") and hasattr(returned, "done"):
             return _said(returned.observation), returned.reward, returned.done
-        raise TypeError(f"step returned {_shape(returned)}, not observation, reward and done in a known form")
+        raise TypeError(f"what step returned is {_shape(returned)}, not observation, reward and done in a known form")
 
     def _seen(self) -> str:
         """What a game of textarena shows now and did not show before, without what the player said itself."""
@@ -222,7 +224,7 @@ def number(reward: Any) -> float:
     """A reward as a number that can be trained on."""
     reward = reward.item() if hasattr(reward, "item") else reward  # of numpy, torch
     if not isinstance(reward, numbers.Real):
-        raise TypeError(f"the reward is a {type(reward).__name__}, not a number")
+        raise TypeError(f"the reward is of type {type(reward).__name__}, not a number")
     if not abs(float(reward)) <= 3.4e38:
         raise ValueError(f"the reward is {reward}, which float32 cannot hold")
     return float(reward)
@@ -242,5 +244,5 @@ def _said(observation: Any) -> Any:
 
 
 def _shape(value: Any) -> str:
-    kind = type(value).__name__
-    return f"a {kind} of {len(value)}" if isinstance(value, tuple | list | dict) else f"a {kind}"
+    parts = f" with {len(value)} parts" if isinstance(value, tuple | list | dict) else ""
+    return f"of type {type(value).__name__}{parts}"

@@ -46,11 +46,7 @@ SHOWN = {
     "length": ("length", 1),
     "truncated": ("cut", 3),
     "turns": ("turns", 1),
-    "endings/answered": ("answered", 0),
-    "endings/turns": ("turn limit", 0),
-    "endings/context": ("token limit", 0),
-    "endings/environment_failed": ("env. failed", 0),
-    "endings/grader_failed": ("no grade", 0),
+    "endings/answered": ("ended", 0),
     "grad_norm": ("grad", 3),
     "tokens_per_second": ("tok/s", 0),
     "seconds": ("seconds", 2),
@@ -66,9 +62,8 @@ SHOWN = {
 """Metrics and timings that are shown, in this order, with label and decimals. The log has the others."""
 MEANINGS = {
     ("truncated",): "share of responses cut off at rollout.max_tokens",
+    ("endings/answered",): "episodes that their environment ended",
     ("reward_failures",): "responses without a reward",
-    ("endings/answered", "endings/turns", "endings/context"): "episodes by what ended them",
-    ("endings/environment_failed", "endings/grader_failed"): "episodes without a reward, whose groups leave",
     ("share",): "positive part of the signal",
     ("clip_low", "clip_high"): "bounds of the clip",
     ("used_low",): "lower bound of tokens trained on before",

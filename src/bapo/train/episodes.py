@@ -32,7 +32,7 @@ class PlayedTask:
     def __init__(self, config: Config, policy: Policy, verifier: Callable[[], Verifier]) -> None:
         """`verifier`: opens what scores transcripts, if the environment does not."""
         task = config.task
-        self.train, self.test = _problems(config)
+        self.train, self.test = _rows(config)
         rows = {str(each.extra.get("environment", "")): row_of(each) for each in reversed(self.train)}
         weights = task.reward_weights or (1.0,) * len(task.rewards)
         named = [(name, weight) for name, weight in zip(task.rewards, weights, strict=True) if ":" in name]
@@ -53,6 +53,9 @@ class PlayedTask:
         )
         try:
             about = self.environments.about
+            if task.name == "environment":
+                self.train = _seeds(config, "train", task.environment_train, list(about))
+                self.test = _seeds(config, "test", task.environment_test, list(about))
             tools = {name: each["tools"] for name, each in about.items()}
             self.script = PolicyScript(policy, tools=tools, observation_tokens=task.observation_tokens)
             self.environments.shown = self.script.shown
@@ -110,19 +113,21 @@ def conversations_of(task: Task, config: Config, policy: Policy) -> Conversation
 
 def _ends(policy: Policy, texts: tuple[str, ...]) -> set[int]:
     """The tokens whose text ends with one of these."""
-    return {
-        token for token in policy.tokenizer.get_vocab().values() if texts and policy.decode([token]).endswith(texts)
-    }
+    known = policy.tokenizer.get_vocab().values() if texts else ()
+    return {token for token in known if policy.decode([token]).endswith(texts)}
 
 
-def _problems(config: Config) -> tuple[list[Problem], list[Problem]]:
-    """The rows to train on and those held out, or seeds where the environment makes its own problems."""
+def _rows(config: Config) -> tuple[list[Problem], list[Problem]]:
+    """The rows to train on and those held out; none where the environment makes its own problems."""
     task = config.task
-    if task.name == "environment":
-        seeds = (("train", task.environment_train), ("test", task.environment_test))
-        train, test = ([Problem(f"{part}-{i}", "", None, str(task.environment)) for i in range(n)] for part, n in seeds)
-        return train, test
     train = load_rows(task.train, task.prompt_column, task.answer_column)
     if task.test:
         return train, load_rows(task.test, task.prompt_column, task.answer_column)
     return hold_out(train, task.holdout)
+
+
+def _seeds(config: Config, part: str, count: int, names: Sequence[str]) -> list[Problem]:
+    """Problems that are no more than a name, of which an episode has its random numbers. Environments take turns."""
+    chosen = [{"environment": name} if name else {} for name in names]
+    source = str(config.task.environment)
+    return [Problem(f"{part}-{i}", "", None, source, chosen[i % len(chosen)]) for i in range(count)]
