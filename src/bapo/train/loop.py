@@ -125,11 +125,9 @@ def admit(parts: Parts, state: RunState, most: int = 2) -> int:
     config, encode, seed = parts.config.rollout, parts.policy.encode, parts.config.seed
     owed = min(state.owed, config.prompts)
     count = max(0, min(config.prompts + owed, most * config.prompts - len(parts.scheduler.in_progress)))
-    opened = parts.scheduler.conversations is None
+    made = {"responses": config.responses, "seed": seed, "opened": parts.scheduler.conversations is None}
     for problem in parts.stream.draw(count):
-        prompt, responses = encode(problem.prompt), config.responses
-        group = new_group(state.groups, problem, prompt, responses=responses, seed=seed, opened=opened)
-        parts.scheduler.admit([group])
+        parts.scheduler.admit([new_group(state.groups, problem, encode(problem.prompt), **made)])
         state.groups += 1
     state.owed = min(owed, config.prompts + owed - count)
     return count
