@@ -160,6 +160,24 @@ class Trajectory:
         self.tokens += tokens
 
     @property
+    def transcript(self) -> list[int]:
+        """The tokens of a finished response, without a stop token at the end."""
+        return self.tokens[:-1] if self.status is Status.STOPPED else self.tokens
+
+    def mark(self) -> Callable[[], None]:
+        """What takes a response that is not scored back to where it is now. Its lists only grow, but for the prompt."""
+        grows = [name for name, value in vars(self).items() if isinstance(value, list) and name != "prompt"]
+        lengths = {name: len(getattr(self, name)) for name in grows}
+        others = {name: value for name, value in vars(self).items() if name not in lengths}
+
+        def back() -> None:
+            vars(self).update(others)
+            for name, length in lengths.items():
+                del getattr(self, name)[length:]
+
+        return back
+
+    @property
     def reference_gap(self) -> float:
         """Its log-prob when it was sampled, without truncation, minus that under the reference, in nats."""
         return math.fsum([*self.behavior_logprobs, *self.log_kept]) - math.fsum(self.reference_logprobs)

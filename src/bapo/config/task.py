@@ -9,6 +9,8 @@ from pydantic import Field, field_validator, model_validator
 from bapo.config.base import MOST_THREADS, Section
 from bapo.config.judging import JudgeConfig
 
+CALCULATOR = "calculator"
+"""The environment of the embedded task."""
 EPISODES = {
     *("environment_options", "tool_format", "turns", "tool_seconds", "tool_memory_mb", "observation_tokens"),
 }
@@ -64,7 +66,8 @@ class TaskConfig(Section):
     """gym: how many held-out problems."""
     environment: str | None = None
     """module:name of what answers the model's turns: a class of yours, a function that makes one, or a dict of these
-    from which the column environment chooses. TRL's environment classes and text games run as they are."""
+    from which the column environment chooses. TRL's environment classes and text games run as they are. calculator
+    answers the sums of countdown."""
     environment_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Arguments of task.environment, such as env_id = "GuessTheNumber-v0" of textarena:make."""
     environment_train: int = Field(4096, ge=1)
@@ -114,7 +117,8 @@ class TaskConfig(Section):
         """The keys say which task is meant, so nobody has to say it twice."""
         if not isinstance(values, dict) or "name" in values:
             return values
-        keys = {"train": "data", "test": "data", "gym": "gym", "environment": "environment"}
+        embedded = values.get("environment") == CALCULATOR
+        keys = {"train": "data", "test": "data", "gym": "gym"} | ({} if embedded else {"environment": "environment"})
         meant = next((name for key, name in keys.items() if values.get(key)), None)
         return values if meant is None else values | {"name": meant}
 
@@ -141,7 +145,12 @@ class TaskConfig(Section):
                 f"task.{min(plays)} is about environments, and there is none. Set task.environment or task.tools, or "
                 f"leave task.{min(plays)} out."
             )
-        if self.plays and self.name not in ("data", "environment"):
+        if (self.environment == CALCULATOR) != (self.plays and self.name == "countdown"):
+            raise ValueError(
+                f"task.environment={CALCULATOR!r} is for task.name='countdown', which has no other one. Leave "
+                "task.name out, or set task.environment to module:name of one of yours."
+            )
+        if self.plays and self.name not in ("countdown", "data", "environment"):
             raise ValueError(
                 f"task.name={self.name!r} is for one turn, but task.environment or task.tools is set. Leave task.name "
                 "out, and set task.train unless the environment makes its own problems."

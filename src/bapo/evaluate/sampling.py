@@ -174,7 +174,7 @@ def _played(
         row = []
         for one in group.trajectories:
             segment = Segment(one.own, one.behavior_logprobs, one.entropies, one.versions, one.status)
-            text = policy.decode(one.tokens)
+            text = policy.decode(one.transcript)
             if not cause and (reward := reward_of(one.answers)) is not None:
                 score = Score(reward)
             else:

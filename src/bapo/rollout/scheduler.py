@@ -35,10 +35,9 @@ A run is made of four verbs. A caller that does not wait for its engines can cal
     listen     take in what environments have answered, if there are any; those responses can be continued again
     take       return the groups that are finished and those given up; the next run begins
 
-A response that ended a turn gives its slot back, and its environment is asked at once, while the engine samples others.
-`run` waits for all answers before it submits again: what the engine samples together then does not depend on how long
-an environment takes, and a resumed run repeats an uninterrupted one. What an environment said has no version and is not
-counted: all numbers of tokens here are of sampled ones.
+A response that ended a turn gives its slot back, and its environment is asked while the engine samples others. `run`
+waits for all answers before it submits again. So what is sampled together does not depend on how long an environment
+takes. What it said has no version, and no number of tokens counts it.
 
 Nothing here waits or runs in parallel: `run` returns when the engine has done its work.
 """
@@ -175,6 +174,8 @@ class Scheduler:
             (self.over_age not in ("finish", "drop"), f"over_age={self.over_age!r} is neither 'finish' nor 'drop'."),
             (versions < 1, f"versions_per_run={versions}: the learner advances between runs. Set it to 1 or more."),
         )
+        if self.conversations is not None:
+            self.sampling = replace(self.sampling, stop_ids=self.conversations.ends)
         self._groups: dict[int, Group] = {}
         self._version: int | None = None
         self._next_id = self._next_request = 0
@@ -213,19 +214,16 @@ class Scheduler:
             if tell is not None:
                 tell(Sampled(asked - len(self._unfinished()), asked, self._totals.sampled_tokens - before))
 
-        while work := self._after_answers(engine.version, report):
+        while True:
+            while self.listen(ANSWER_SECONDS):
+                report()
+            if (work := self.requests(engine.version)) is None:
+                return self.take()
             report()
             for collected in sampled(engine, work.requests, self.sampling, token_budget=work.token_budget):
                 for request, segment in collected:
                     self.accept(request, segment)
                 report()
-        return self.take()
-
-    def _after_answers(self, version: int, report: Callable[[], None]) -> Work | None:
-        """What to do next, once every environment that was asked has answered."""
-        while self.listen(ANSWER_SECONDS):
-            report()
-        return self.requests(version)
 
     def listen(self, timeout: float) -> bool:
         """Take in what environments have answered, and wait so long for it at most. Whether more answers will come."""
@@ -350,7 +348,7 @@ class Scheduler:
     def bookmark(self) -> Callable[[], None]:
         """What takes this scheduler and its groups back to where they are now."""
         version, next_id, totals, groups = self._version, self._next_id, self._totals, dict(self._groups)
-        marks = [_mark(trajectory) for group in groups.values() for trajectory in group.trajectories]
+        marks = [trajectory.mark() for group in groups.values() for trajectory in group.trajectories]
 
         def back() -> None:
             self._version, self._next_id, self._totals, self._groups = version, next_id, totals, groups
@@ -432,20 +430,6 @@ def _tokens(groups: Iterable[Group]) -> int:
 def _turn(trajectory: Trajectory) -> tuple[int, int]:
     """Which turn of which response comes next: a response that was answered since is another turn."""
     return id(trajectory), len(trajectory.answers)
-
-
-def _mark(trajectory: Trajectory) -> Callable[[], None]:
-    """What takes an unscored response back to where it is now. Its lists only grow, but for the prompt."""
-    grows = [name for name, value in vars(trajectory).items() if isinstance(value, list) and name != "prompt"]
-    lengths = {name: len(getattr(trajectory, name)) for name in grows}
-    others = {name: value for name, value in vars(trajectory).items() if name not in lengths}
-
-    def back() -> None:
-        vars(trajectory).update(others)
-        for name, length in lengths.items():
-            del getattr(trajectory, name)[length:]
-
-    return back
 
 
 def _append(trajectory: Trajectory, segment: Segment) -> None:

@@ -30,7 +30,7 @@ from bapo.tasks.data.problems import within, without_overlap
 from bapo.tasks.judge import Judge
 from bapo.tasks.task import ProblemStream, Task
 from bapo.tasks.verify.scorers import DataTask, Verifier, check_answers, open_scorer, overlong_penalty
-from bapo.train.episodes import PlayedTask
+from bapo.train.episodes import PlayedTask, conversations_of
 from bapo.train.loop import Parts
 from bapo.train.machine import learner_settings, make_policy, on_the_cpu, slow_precision
 from bapo.train.torchrun import ALONE, SharedEngine, SharedTask, Team, make_learner
@@ -66,7 +66,7 @@ def build(config: Config, team: Team = ALONE, data: TaskData | None = None) -> P
         over_age=off.partial_over_age,
         versions_per_run=config.updates_per_step,
         record=ledger.record,
-        conversations=task.conversations(config, policy) if isinstance(task, PlayedTask) else None,
+        conversations=conversations_of(task, config, policy),
     )
     buffer = Buffer(
         batch_groups=config.learn.batch_groups,

@@ -13,13 +13,16 @@ from typing import Any
 
 from bapo.config.numerals import counted
 from bapo.config.run import Config
+from bapo.config.task import CALCULATOR
+from bapo.environments.calculator import Calculator
 from bapo.environments.calls import FORMATS
 from bapo.environments.conversations import Conversations
-from bapo.environments.episode import Answer
+from bapo.environments.episode import Answer, Environments
 from bapo.environments.hosted import Hosted, Recipe, row_of
 from bapo.environments.script import PolicyScript, tool_format
 from bapo.models import Policy
 from bapo.tasks.data.problems import hold_out, load_rows
+from bapo.tasks.task import Task
 from bapo.tasks.verify.scorers import Verifier
 from bapo.types import Problem, Score, refuse
 
@@ -91,20 +94,34 @@ class PlayedTask:
             return [Score(None, UNGRADED)] * len(responses)
         return self._verifier.scores(responses)
 
-    def conversations(self, config: Config, policy: Policy) -> Conversations:
-        """The episodes of a run, with the limits of its configuration."""
-        return Conversations(
-            self.environments,
-            self.script,
-            ends=policy.stop_ids,
-            max_tokens=config.rollout.max_tokens,
-            max_turns=config.task.turns,
-            max_context=getattr(policy.model.config, "max_position_embeddings", None),
-        )
-
     def _answers(self) -> bool:
         """Whether every problem has an answer to compare with."""
         return all(problem.answer is not None for problem in (*self.train, *self.test))
+
+
+def conversations_of(task: Task, config: Config, policy: Policy) -> Conversations | None:
+    """The episodes of a run or an evaluation, with the limits of its configuration; None if responses have one turn."""
+    environments: Environments
+    if isinstance(task, PlayedTask):
+        environments, script = task.environments, task.script
+    elif config.task.environment == CALCULATOR:
+        environments, script = Calculator(), PolicyScript(policy)
+    else:
+        return None
+    return Conversations(
+        environments,
+        script,
+        ends=policy.stop_ids | _ends(policy, environments.turn_ends),
+        max_tokens=config.rollout.max_tokens,
+        max_turns=config.task.turns,
+        max_context=getattr(policy.model.config, "max_position_embeddings", None),
+    )
+
+
+def _ends(policy: Policy, texts: tuple[str, ...]) -> set[int]:
+    """The tokens whose text ends with one of these."""
+    known = policy.tokenizer.get_vocab().values() if texts else ()
+    return {token for token in known if policy.decode([token]).endswith(texts)}
 
 
 def _rows(config: Config) -> tuple[list[Problem], list[Problem]]:

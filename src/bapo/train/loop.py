@@ -122,12 +122,12 @@ def load_weights(parts: Parts) -> None:
 
 def admit(parts: Parts, state: RunState, most: int = 2) -> int:
     """Admit new problems for this step, including those owed; fewer while `most` steps' worth are in progress."""
-    config, encode, seed = parts.config.rollout, parts.policy.encode, parts.config.seed
+    config, opened = parts.config.rollout, parts.scheduler.conversations is None
     owed = min(state.owed, config.prompts)
     count = max(0, min(config.prompts + owed, most * config.prompts - len(parts.scheduler.in_progress)))
-    made = {"responses": config.responses, "seed": seed, "opened": parts.scheduler.conversations is None}
     for problem in parts.stream.draw(count):
-        parts.scheduler.admit([new_group(state.groups, problem, encode(problem.prompt), **made)])
+        given = state.groups, problem, parts.policy.encode(problem.prompt)
+        parts.scheduler.admit([new_group(*given, responses=config.responses, seed=parts.config.seed, opened=opened)])
         state.groups += 1
     state.owed = min(owed, config.prompts + owed - count)
     return count

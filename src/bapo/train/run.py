@@ -52,7 +52,7 @@ from bapo.train import life_cycle
 from bapo.train.build import build, cluster_notes
 from bapo.train.card import eval_command, model_card, show_ending, upload
 from bapo.train.continuing import bookmark, check_ledger, check_state
-from bapo.train.episodes import PlayedTask
+from bapo.train.episodes import conversations_of
 from bapo.train.job import Job, Log, Summary, When, ends_run, skipped_line, stop_after
 from bapo.train.loop import RunState, StepRecord, load_weights, take_step
 from bapo.train.scoring import ENOUGH_GROUPS, Failing, warning
@@ -267,9 +267,7 @@ class Training(Job):
                 max_tokens=config.rollout.max_tokens,
                 seed=config.seed,
                 tell=tell,
-                conversations=parts.task.conversations(config, parts.policy)
-                if isinstance(parts.task, PlayedTask)
-                else None,
+                conversations=conversations_of(parts.task, config, parts.policy),
             )
         if result.failures == result.problems * result.k:
             raise VerifierFailed(result.failures, result.first_failure, f"of the evaluation after step {step}")

@@ -20,7 +20,7 @@ from bapo.environments.conversations import ENDINGS, FAILED, GRADER_FAILED, rewa
 from bapo.rollout.scheduler import Rollout
 from bapo.runs.metrics import EACH_REWARD
 from bapo.tasks.task import Rewarded, Task, following, mostly_why
-from bapo.types import Group, ResponseText, Score, Status, Trajectory
+from bapo.types import Group, ResponseText, Score, Status
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def score(
 ) -> Scored:
     """Score every response by its text without the stop token. Raises StopAsked if a stop should not wait for it."""
     asked = [(group, trajectory) for group in groups for trajectory in group.trajectories]
-    texts = [ResponseText(decode(_without_stop(trajectory)), trajectory.tokens) for _, trajectory in asked]
+    texts = [ResponseText(decode(trajectory.transcript), trajectory.tokens) for _, trajectory in asked]
     own = [reward_of(trajectory.answers) for _, trajectory in asked]
     left = [(g.problem, text) for (g, _), text, reward in zip(asked, texts, own, strict=True) if reward is None]
     with following(len(left), tell):
@@ -144,10 +144,6 @@ def unscored(groups: Sequence[Group], scored: Scored) -> list[Group]:
     """The groups that were left out because too few of their responses have a reward."""
     kept = {group.id for group in scored.groups}
     return [group for group in groups if group.id not in kept]
-
-
-def _without_stop(trajectory: Trajectory) -> list[int]:
-    return trajectory.tokens[:-1] if trajectory.status is Status.STOPPED else trajectory.tokens
 
 
 def _rewarded(group: Group) -> Group | None:
