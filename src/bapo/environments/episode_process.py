@@ -88,7 +88,7 @@ class Made:
                 raise ValueError(
                     f"a {type(made.environment).__name__} has neither reset nor step. Give it one of them."
                 )
-            from transformers.utils import get_json_schema  # takes seconds, and a game needs none
+            from transformers.utils.chat_template_utils import get_json_schema  # takes seconds, not for games
 
             schemas = []
             for tool, function in made.tools.items():
@@ -160,6 +160,7 @@ def _live(environments: Made, address: str, number: int, seconds: float, memory_
                 question, *given = receive(connection)
             except (EOFError, OSError):
                 os.killpg(0, signal.SIGKILL)  # with what the episode has started
+            reply: dict[str, Any]
             signal.setitimer(signal.ITIMER_REAL, 0 if question == "about" else seconds)
             try:
                 if question == "about":

@@ -179,7 +179,8 @@ class PolicyScript:
         if tool is None or not self.tools:
             return render(self.policy.tokenizer, [*self._before, *after], **options)
         question, turn = self._before
-        for arguments in ({}, "{}"):  # some templates want text
+        forms: tuple[dict[str, Any] | str, ...] = ({}, "{}")  # some templates want text
+        for arguments in forms:
             call = {"type": "function", "function": {"name": tool, "arguments": arguments}}
             try:
                 return render(self.policy.tokenizer, [question, turn | {"tool_calls": [call]}, *after], **options)

@@ -38,6 +38,8 @@ class PlayedTask:
     def __init__(self, config: Config, policy: Policy, verifier: Callable[[], Verifier]) -> None:
         """`verifier`: opens what scores transcripts, if the environment does not."""
         task = config.task
+        self.train: Sequence[Problem]
+        self.test: Sequence[Problem]
         self.train, self.test = _rows(config)
         rows = {str(each.extra.get("environment", "")): row_of(each) for each in reversed(self.train)}
         weights = task.reward_weights or (1.0,) * len(task.rewards)

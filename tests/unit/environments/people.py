@@ -185,3 +185,13 @@ def quiet(completions, environments, **columns):
         0.5 * (messages[-1]["content"] == "It is four." and environment.count == environment.target)
         for messages, environment in zip(completions, environments, strict=True)
     ]
+
+
+class Silent:
+    """It has a tool and no reward."""
+
+    def reset(self):
+        """Begin."""
+
+
+GAMES = {"echo": Echo, "twice": Echo}

@@ -231,3 +231,18 @@ def test_a_method_step_that_returns_text_is_a_tool():
 
     assert not is_game(Env())
     assert list(Tools(Env(), [], list).tools) == ["step"]
+
+
+def test_a_real_game_of_textarena():
+    textarena = pytest.importorskip("textarena")
+    game = Game(textarena.make("GuessTheNumber-v0"))
+    assert is_game(game.game)
+    assert "number" in game.begin({}, seed=3)["text"]
+    target = game.game.state.game_state["game_number"]
+    other = 1 if target > 10 else 20
+    first = game.act(f"[{other}]")
+    assert ("higher" if target > other else "lower") in first["text"]
+    assert "guess" not in first["text"].partition("[GAME]")[0].lower()  # what was shown before is not repeated
+    last = game.act(f"[{target}]")
+    assert last == {"text": "", "reward": 1.0, "over": True}
+    assert game.grade() == {"reward": 1.0}
