@@ -86,8 +86,8 @@ def take_step(parts: Parts, state: RunState, watching: Watching) -> StepRecord:
     with watching("scoring") as tell:
         scored = score(rollout.groups, parts.task, parts.policy.decode, parts.overlong, tell)
     added = parts.buffer.add(scored.groups, version=parts.learner.version)
-    for group in unscored(rollout.groups, scored):
-        parts.ledger.record("unscored", group.id)
+    for group, facts in unscored(rollout.groups, scored).items():
+        parts.ledger.record("unscored", group, **facts)
     state.owed += len(added.filtered) + len(rollout.dropped) + len(rollout.groups) - len(scored.groups)
     sampled = time.perf_counter()
     with watching("learning") as tell:

@@ -140,10 +140,12 @@ def with_given_up(scored: Scored, rollout: Rollout, decode: Callable[[list[int]]
     return together([scored, Scored([], failures, len(given_up), len(failures))])
 
 
-def unscored(groups: Sequence[Group], scored: Scored) -> list[Group]:
-    """The groups that were left out because too few of their responses have a reward."""
-    kept = {group.id for group in scored.groups}
-    return [group for group in groups if group.id not in kept]
+def unscored(groups: Sequence[Group], scored: Scored) -> dict[int, dict[str, str]]:
+    """The groups that were left out because too few of their responses have a reward, and what the ledger is told."""
+    kept, causes = {group.id for group in scored.groups}, {failure.group: failure.cause for failure in scored.failures}
+    left = [group for group in groups if group.id not in kept]
+    played = {group.id for group in left if any(t.ending for t in group.trajectories)}
+    return {g.id: {"cause": f"{GRADER_FAILED}: {causes[g.id][:300]}"} if g.id in played else {} for g in left}
 
 
 def _rewarded(group: Group) -> Group | None:

@@ -204,3 +204,20 @@ def test_groups_that_are_missing_cost_no_memory(tmp_path, capsys):
 def test_a_configuration_without_its_numbers_is_refused_with_words(tmp_path, capsys, config):
     assert run(strange(tmp_path, {"event": "admitted", "groups": [0]}, **config)) == 3
     assert "config.json is damaged" in capsys.readouterr().err
+
+
+def test_groups_that_an_environment_cost_have_their_cause_on_lines_of_their_own():
+    ledger = Ledger()
+    for group in range(4):
+        ledger.record("admitted", group)
+    ledger.record("dropped", 0)
+    ledger.record("dropped", 1, cause="environment failed: it broke")
+    ledger.record("dropped", 2, cause="grader failed: no judge")
+    ledger.record("dropped", 3)
+    lines = ledger.take()
+    assert lines[1:] == [
+        {"event": "dropped", "groups": [0]},
+        {"event": "dropped", "groups": [1, 2], "cause": ["environment failed: it broke", "grader failed: no judge"]},
+        {"event": "dropped", "groups": [3]},
+    ]
+    assert balance(lines).wrong == []

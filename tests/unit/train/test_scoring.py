@@ -1,6 +1,16 @@
 """Rewards for finished responses; a failed verifier is not a reward of 0."""
 
-from bapo.train.scoring import ENOUGH_GROUPS, Failing, Scored, response_metrics, score, together
+from bapo.rollout.scheduler import Rollout, SchedulerMetrics
+from bapo.train.scoring import (
+    ENOUGH_GROUPS,
+    Failing,
+    Scored,
+    response_metrics,
+    score,
+    together,
+    unscored,
+    with_given_up,
+)
 from bapo.types import Group, Problem, Score, Status, Trajectory
 
 STOP = 0
@@ -96,3 +106,42 @@ def test_a_broken_problem_never_ends_a_run_and_a_broken_verifier_soon_does():
     assert failing.ends_run
     assert Failing().after(1, together([broken] * 50 + [sound])) == Failing()
     assert Failing().after(1, together([broken] * ENOUGH_GROUPS)).ends_run
+
+
+def episode(tokens, reward=None, ending="answered"):
+    """A response of one turn, whose environment gave this reward for its only step."""
+    made = response(tokens)
+    nothing = {"at": 0, "tokens": 0, "text": "", "over": False, "reward": None}
+    made.answers = [nothing, nothing | {"at": len(tokens), "over": True, "reward": reward}, nothing]
+    made.ending, made.versions = ending, [0] * len(tokens)
+    return made
+
+
+def test_an_environments_reward_comes_before_the_verifiers():
+    found = scored(group(0, episode([3, 4, 0], 0.5), episode([3, 4, 0]), episode([9, 0], 2.0)))
+    assert [t.reward for t in found.groups[0].trajectories] == [0.5, 1.0, 2.0]  # nobody asked about the 9
+    assert found.failures == []
+
+
+def test_a_group_of_episodes_is_scored_as_a_whole_or_leaves_with_its_cause():
+    broken, sound = group(0, episode([3, 4, 0]), episode([9, 0]), episode([1, 0])), group(1, episode([3, 4, 0]))
+    found = scored(broken, sound)
+    assert [one.id for one in found.groups] == [1]
+    assert [t.ending for t in broken.trajectories] == ["answered", "grader failed", "answered"]
+    assert unscored([broken, sound], found) == {0: {"cause": "grader failed: nine"}}
+    metrics = response_metrics([broken, sound], 1)
+    assert (metrics["endings/answered"], metrics["endings/grader_failed"], metrics["turns"]) == (3, 1, 1)
+
+
+def test_what_an_environment_said_is_in_no_length():
+    one = episode([3], 1.0)
+    one.observe([5, 6])
+    assert {"length": 1, "observed": 2}.items() <= response_metrics(scored(group(0, one)).groups, 0).items()
+
+
+def test_failures_of_environments_are_told_with_those_of_verifiers():
+    lost = group(5, episode([1, 2, 0], ending="environment failed"), episode([1, 0], ending=""))
+    rollout = Rollout([], [lost], SchedulerMetrics(), {5: "environment failed: it broke"})
+    found = with_given_up(scored(), rollout, str)
+    assert [(each.group, each.cause) for each in found.failures] == [(5, "environment failed: it broke")]
+    assert (found.asked_groups, found.asked_responses) == (1, 1)

@@ -215,8 +215,8 @@ class AsyncLoop:
         """Take in the groups whose verifier was asked first, waiting for it. A verifier has its own deadlines."""
         groups, job = self._scoring.pop(0)
         scored = job.result()
-        for group in unscored(groups, scored):
-            self.parts.ledger.record("unscored", group.id)
+        for group, facts in unscored(groups, scored).items():
+            self.parts.ledger.record("unscored", group, **facts)
         rewarded = {group.id: group for group in scored.groups}
         self._returned += [(group.id, rewarded.get(group.id)) for group in groups]
         self._scored.append(scored)
