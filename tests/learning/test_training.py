@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -23,9 +22,10 @@ from bapo.rollout.engine import Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.scheduler import Scheduler
 from bapo.runs.write import RunDirectory
+from bapo.screen.view import View
 from bapo.tasks.task import ProblemStream
 from bapo.train.build import build
-from bapo.train.loop import Parts, RunState, admit, learn, take_step
+from bapo.train.loop import Loop, Parts, RunState, admit, learn
 from bapo.train.machine import learner_settings, resolve
 from bapo.train.run import resume, start
 from bapo.train.scoring import score
@@ -77,15 +77,11 @@ def tiny_parts(objective, buffer, **sampling):
     )
 
 
-def unwatched(what):
-    return nullcontext()
-
-
 @pytest.mark.parametrize(("objective", "sampling"), [("bapo", {}), ("grpo", {}), ("brake", {"top_p": 0.95})])
 def test_a_tiny_model_learns_a_trivial_task_off_policy(objective, sampling):
     parts = tiny_parts(objective, Buffer(batch_groups=8, reuse=4, max_staleness=16), **sampling)
-    state = RunState()
-    rollouts = [take_step(parts, state, unwatched).rollout for _ in range(parts.config.steps)]
+    loop, view = Loop(parts, RunState()), View(1, title="", clock=lambda: 0.0)
+    rollouts = [loop.take_step(view).rollout for _ in range(parts.config.steps)]
     assert all(("kept_mass" in rollout) is bool(sampling) for rollout in rollouts)
     rewards = [rollout["reward"] for rollout in rollouts]
     assert sum(rewards[:3]) / 3 < 0.2

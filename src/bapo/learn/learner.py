@@ -99,6 +99,10 @@ class Learns(Protocol):
         """Restore what `save` wrote at this version."""
         ...
 
+    def saved(self, checkpoint: Path) -> None:
+        """Called when a checkpoint of the present version is complete."""
+        ...
+
 
 class Learner:
     """A model, its optimizer and the number of updates taken."""
@@ -300,6 +304,9 @@ class Learner:
         """Restore what `save` wrote at this version, also on several ranks. KeyError if it belongs to another model."""
         load_state(directory, self.model, self.optimizer, self.noted, self.ranks)
         self.version = version
+
+    def saved(self, checkpoint: Path) -> None:
+        """Nothing is repeated from it in this process."""
 
     @property
     def noted(self) -> dict[str, Tensor]:

@@ -143,9 +143,6 @@ class Job(ABC):
         """More JSON files for the run directory, besides the usual ones."""
         return {}
 
-    def saved(self, checkpoint: Path) -> None:  # noqa: B027 - most jobs have nothing to do
-        """Called when a checkpoint of the present state is complete."""
-
     def export(self, path: Path, card: str, team: Team) -> None:
         """Write the trained model so that transformers and vLLM can load it, and low-rank additions separately."""
         policy = self.policy
@@ -164,19 +161,31 @@ WITHOUT_POLICY = ("logprobs", "entropy", "targets", "sequence_ids", "update")
 """What is known of tokens that no policy sampled."""
 
 
-def ends_run(update: Update, *, in_a_row: int, limit: int) -> bool:
-    """Whether no update may follow this one. `in_a_row`: skipped updates in a row, this one included."""
-    return update.skipped is not None and (update.skipped.drifted or in_a_row >= limit)
+IN_A_ROW = "skipped/in_a_row"
+"""The metric of a skipped update that counts those up to it."""
 
 
-def skipped_line(update: Update, *, step: int, in_a_row: int) -> dict[str, Any]:
+def count_skipped(update: Update, before: int) -> int:
+    """How many updates were skipped in a row, up to this one, which its metrics say from now on."""
+    if update.skipped is None:
+        return 0
+    update.metrics[IN_A_ROW] = before + 1
+    return before + 1
+
+
+def ends_run(update: Update, limit: int) -> bool:
+    """Whether no update may follow this one, of which `limit` may be skipped in a row."""
+    return update.skipped is not None and (update.skipped.drifted or cast(int, update.metrics[IN_A_ROW]) >= limit)
+
+
+def skipped_line(update: Update, step: int) -> dict[str, Any]:
     """The line of metrics.jsonl for an update that was skipped."""
     assert update.skipped is not None
     line = {"kind": "skipped", "step": step, "version": update.version} | update.metrics
-    return line | {"skipped/in_a_row": in_a_row, "skipped/cause": update.skipped.cause}
+    return line | {"skipped/cause": update.skipped.cause}
 
 
-def stop_after(run: RunDirectory, update: Update, *, in_a_row: int, lr: float, sampled: bool = True) -> NoReturn:
+def stop_after(run: RunDirectory, update: Update, *, lr: float, sampled: bool = True) -> NoReturn:
     """End the run, and keep the tokens of this skipped update. `sampled`: a policy did, so there is a clip to see."""
     assert update.skipped is not None
     name, tokens = f"skipped/update-{update.version:06d}.safetensors", update.skipped.tokens
@@ -191,7 +200,7 @@ def stop_after(run: RunDirectory, update: Update, *, in_a_row: int, lr: float, s
             f"want to go on all the same: `bapo resume {run.path} --learn.anchor_limit {enough:g}`."
         )
     raise FloatingPointError(
-        f"{in_a_row} updates in a row were skipped, up to update {update.version}: {update.skipped.cause}. They "
-        f"changed no weight. The batch of the last one is saved; {look}. Lower learn.lr (now {lr:g}), or check "
-        "that the model in model.path is sound."
+        f"{update.metrics[IN_A_ROW]} updates in a row were skipped, up to update {update.version}: "
+        f"{update.skipped.cause}. They changed no weight. The batch of the last one is saved; {look}. "
+        f"Lower learn.lr (now {lr:g}), or check that the model in model.path is sound."
     )

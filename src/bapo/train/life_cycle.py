@@ -254,7 +254,7 @@ def _save(job: Job, run: RunDirectory, team: Team) -> None:
     state |= {"run": run.id, "vocabulary": job.policy.vocabulary()} | run.logged()
     config, keep = job.config.model_dump(mode="json"), job.config.checkpoint_keep
     place = run.path / "checkpoints"
-    job.saved(checkpoint.save(place, job.done, job.learner, state, config=config, keep=keep, team=team))
+    job.learner.saved(checkpoint.save(place, job.done, job.learner, state, config=config, keep=keep, team=team))
 
 
 def _summarized(job: Job, run: RunDirectory) -> Summary:

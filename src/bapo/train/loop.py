@@ -3,8 +3,9 @@
     new problems join the parked ones; the engine loads the learner's weights and samples within its budget; finished
     groups are scored and enter the buffer; the learner takes one update per draw until the passes over them are done.
 
-Nothing runs in parallel, so no part waits for another. Weights move in one place, `load_weights`, once per version that
-samples. A token sampled at version v is trained on only at versions v .. v + max_staleness; then the buffer drops it.
+Nothing runs in parallel, so no part waits for another; on a cluster, `cluster/loop.py` takes the place of `Loop`.
+Weights move in one place, `load_weights`, once per version that samples. A token sampled at version v is trained on
+only at versions v .. v + max_staleness; then the buffer drops it.
 A step is a pure function of (config, weights, state), so a resumed run repeats an uninterrupted one bit for bit.
 """
 
@@ -12,19 +13,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from bapo.buffer import Buffer, NoBatch
 from bapo.config.run import Config
 from bapo.learn.learner import Learns, Update
 from bapo.models import Policy
+from bapo.process.stops import StopAsked
 from bapo.rollout.engine import Engine
-from bapo.rollout.scheduler import Scheduler, new_group
+from bapo.rollout.scheduler import Scheduler, SchedulerMetrics, new_group
 from bapo.runs.ledger import Ledger
-from bapo.screen.watch import Learned, Tell, Watching
+from bapo.screen.view import View
+from bapo.screen.watch import Learned, Tell
 from bapo.tasks.task import ProblemStream, Task
-from bapo.train.job import ends_run
+from bapo.train.job import count_skipped, ends_run
 from bapo.train.scoring import Failing, Scored, response_metrics, score, unscored
 from bapo.types import Group
 
@@ -76,40 +80,95 @@ class StepRecord:
     timing: dict[str, float]
 
 
-def take_step(parts: Parts, state: RunState, watching: Watching) -> StepRecord:
-    """One rollout and the updates on it."""
-    began = time.perf_counter()
-    admitted = admit(parts, state)
-    load_weights(parts)
-    with watching("sampling") as tell:
-        rollout = parts.scheduler.run(parts.engine, tell=tell)
-    with watching("scoring") as tell:
-        scored = score(rollout.groups, parts.task, parts.policy.decode, parts.overlong, tell)
-    added = parts.buffer.add(scored.groups, version=parts.learner.version)
-    for group in unscored(rollout.groups, scored):
-        parts.ledger.record("unscored", group.id)
-    state.owed += len(added.filtered) + len(rollout.dropped) + len(rollout.groups) - len(scored.groups)
-    sampled = time.perf_counter()
-    with watching("learning") as tell:
-        updates = list(learn(parts, state, tell))
-    ended = time.perf_counter()
+class Loop:
+    """One run of this loop: its parts, and where it stands."""
+
+    def __init__(self, parts: Parts, state: RunState) -> None:
+        self.parts, self.state = parts, state
+
+    def take_step(self, view: View) -> StepRecord:
+        """One rollout and the updates on it. If it raises StopAsked, the step was undone."""
+        parts, state = self.parts, self.state
+        began, undo = time.perf_counter(), bookmark(parts, state)
+        admitted = admit(parts, state)
+        load_weights(parts)
+        with view.doing("sampling") as tell:
+            rollout = parts.scheduler.run(parts.engine, tell=tell)
+        try:
+            with view.doing("scoring") as tell:
+                scored = score(rollout.groups, parts.task, parts.policy.decode, parts.overlong, tell)
+        except StopAsked:
+            undo()
+            raise
+        added = parts.buffer.add(scored.groups, version=parts.learner.version)
+        for group in unscored(rollout.groups, scored):
+            parts.ledger.record("unscored", group.id)
+        state.owed += len(added.filtered) + len(rollout.dropped) + len(rollout.groups) - len(scored.groups)
+        sampled = time.perf_counter()
+        with view.doing("learning") as tell:
+            updates = list(learn(parts, state, tell))
+        times = (began, sampled, time.perf_counter())
+        return recorded(parts, state, rollout.groups, scored, rollout.metrics, admitted, updates, times)
+
+    def watched(self, view: View, run: Path) -> None:
+        """From now on, show there what happens elsewhere: nothing."""
+
+    def pause(self) -> None:
+        """Let the engine do something else: it is idle between steps."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs beside parts and state, as plain JSON data."""
+        return {}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+
+    def close(self) -> None:
+        """End what the loop has started."""
+
+
+def bookmark(parts: Parts, state: RunState) -> Callable[[], None]:
+    """What takes a run back to where it is now, from a step whose rollout has not come to the buffer yet."""
+    kept, cursor, back = replace(state, windows=list(state.windows)), parts.stream.cursor, parts.scheduler.bookmark()
+
+    def undo() -> None:
+        vars(state).update(vars(kept))
+        parts.stream.cursor = cursor
+        back()
+        parts.ledger.take()
+
+    return undo
+
+
+def recorded(
+    parts: Parts,
+    state: RunState,
+    groups: list[Group],
+    scored: Scored,
+    sampled: SchedulerMetrics,
+    admitted: int,
+    updates: list[Update],
+    times: tuple[float, float, float],  # when the step began, its updates began and they ended
+) -> StepRecord:
+    """Count a step whose updates are taken, and record it."""
+    began, rolled, ended = times
     state.step += 1
     return StepRecord(
         step=state.step,
         rollout={
-            **response_metrics(rollout.groups, failures=len(scored.failures), judged=scored.judged),
-            **{f"rollout/{name}": value for name, value in asdict(rollout.metrics).items()},
+            **response_metrics(groups, failures=len(scored.failures), judged=scored.judged),
+            **{f"rollout/{name}": value for name, value in asdict(sampled).items()},
             **{f"buffer/{name}": value for name, value in asdict(parts.buffer.metrics()).items()},
             "rollout/admitted": admitted,
         },
         updates=updates,
-        samples=rollout.groups[:1],
+        samples=groups[:1],
         scored=scored,
         timing={
             "seconds": ended - began,
-            "rollout_seconds": sampled - began,
-            "learn_seconds": ended - sampled,
-            "tokens_per_second": (rollout.metrics.sampled_tokens + sum(u.tokens for u in updates)) / (ended - began),
+            "rollout_seconds": rolled - began,
+            "learn_seconds": ended - rolled,
+            "tokens_per_second": (sampled.sampled_tokens + sum(u.tokens for u in updates)) / (ended - began),
         },
     )
 
@@ -135,16 +194,17 @@ def admit(parts: Parts, state: RunState, most: int = 2) -> int:
 
 def learn(parts: Parts, state: RunState, tell: Tell | None) -> Iterator[Update]:
     """Take the updates of all passes over the groups in the buffer, and yield each one, up to one that ends the run."""
-    begun, updates, tokens, in_a_row = parts.buffer.metrics(), 0, 0, state.skipped
+    begun, updates, tokens = parts.buffer.metrics(), 0, 0
     while True:
         if tell is not None and begun.to_visit:
             tell(Learned(updates, parts.buffer.metrics().fresh - begun.fresh, begun.to_visit, tokens))
         if isinstance(groups := parts.buffer.draw(version=parts.learner.version), NoBatch):
             return
         update = parts.learner.step(groups)
+        state.skipped = count_skipped(update, state.skipped)
         if update.skipped is not None:
             parts.buffer.skipped(groups)
         yield update
-        updates, tokens, in_a_row = updates + 1, tokens + update.tokens, in_a_row + 1 if update.skipped else 0
-        if ends_run(update, in_a_row=in_a_row, limit=parts.config.learn.skip_limit):
+        updates, tokens = updates + 1, tokens + update.tokens
+        if ends_run(update, parts.config.learn.skip_limit):
             return

@@ -41,7 +41,7 @@ from bapo.screen.terminal import say
 from bapo.screen.view import summary_table
 from bapo.train import life_cycle
 from bapo.train.card import sft_card, upload
-from bapo.train.job import Job, Log, Summary, When, skipped_line, stop_after
+from bapo.train.job import Job, Log, Summary, When, count_skipped, ends_run, skipped_line, stop_after
 from bapo.train.machine import make_policy, on_the_cpu, optimizer_settings, slow_precision
 from bapo.train.sft_data import Batches, describe, encode_demonstrations
 from bapo.train.torchrun import ALONE, Team, make_learner
@@ -94,16 +94,16 @@ class SupervisedTraining(Job):
         update = sft_step(self.learner, batch)
         seconds = time.perf_counter() - began
         step = update.version
-        self.skipped = 0 if update.skipped is None else self.skipped + 1
+        self.skipped = count_skipped(update, self.skipped)
         line = {"kind": "imitation", "step": step, "version": step, "imitation/epoch": step / self.batches.per_epoch}
         if update.skipped is not None:
-            line |= skipped_line(update, step=step, in_a_row=self.skipped)
+            line |= skipped_line(update, step)
             log.view.note(f"update {step} was skipped: {update.skipped.cause}")
         log.metrics(line | update.metrics | {"imitation/sequences": len(batch)})
         timing = {"seconds": seconds, "tokens_per_second": update.tokens / seconds}
         log.timing({"step": step} | timing)
-        if self.skipped >= self.config.learn.skip_limit:
-            stop_after(log.run, update, in_a_row=self.skipped, lr=self.config.learn.lr, sampled=False)
+        if ends_run(update, self.config.learn.skip_limit):
+            stop_after(log.run, update, lr=self.config.learn.lr, sampled=False)
         log.view.step(
             step, {key: value for key, value in update.metrics.items() if not isinstance(value, list)}, timing
         )
