@@ -25,7 +25,8 @@ from bapo.runs.write import RunDirectory
 from bapo.screen.view import View
 from bapo.tasks.task import ProblemStream
 from bapo.train.build import build
-from bapo.train.loop import Loop, Parts, RunState, admit, learn
+from bapo.train.job import RunState
+from bapo.train.loop import Loop, Parts, admit, learn
 from bapo.train.machine import learner_settings, resolve
 from bapo.train.run import resume, start
 from bapo.train.scoring import score

@@ -40,15 +40,7 @@ from bapo.core.tokens import Tokens
 from bapo.learn.diagnostics import Output, of_all_ranks, response_ess, update_metrics
 from bapo.learn.forward import allow_deterministic_products, can_pack, deterministic
 from bapo.learn.head import Predicted, WholeModel
-from bapo.learn.health import (
-    Drift,
-    NotFinite,
-    Skipped,
-    cause_of,
-    check_logprobs,
-    drift,
-    logged_tokens,
-)
+from bapo.learn.health import Drift, NotFinite, Skipped, cause_of, check_logprobs, drift, logged_tokens
 from bapo.learn.learner_settings import LearnerSettings, ess_factor, learning_rate
 from bapo.learn.optimizer import optimizer_for
 from bapo.learn.packing import ALL, Part, empty_batch, pack, pack_contexts

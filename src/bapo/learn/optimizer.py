@@ -207,12 +207,7 @@ class FlatOptimizer(Optimizer):
     """The same for 16-bit weights on a GPU, in long vectors."""
 
     def __init__(
-        self,
-        parameters: Iterable[Parameter],
-        *,
-        betas: tuple[float, float],
-        weight_decay: float,
-        offload: bool = False,
+        self, parameters: Iterable[Parameter], *, betas: tuple[float, float], weight_decay: float, offload: bool = False
     ) -> None:
         decayed = self._take(parameters)
         self.betas, self.weight_decay = betas, weight_decay

@@ -15,21 +15,25 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, cast
 
+from bapo.buffer import BufferMetrics
 from bapo.config.errors import DriftedApart
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
 from bapo.learn.learner import Learner, Learns, Update
 from bapo.models import Policy
 from bapo.models.export import write_model
+from bapo.rollout.scheduler import SchedulerMetrics
 from bapo.runs.metrics import check_declared
 from bapo.runs.write import RunDirectory
 from bapo.screen.view import View
+from bapo.train.scoring import Failing, Scored, response_metrics
 from bapo.train.torchrun import Team, gathered
 from bapo.train.trackers import Trackers
+from bapo.types import Group
 
 Summary = dict[str, Any]
 When = Literal["before", "during", "after"]
@@ -153,6 +157,66 @@ class Job(ABC):
 
     def close(self) -> None:  # noqa: B027 - most jobs have nothing to do
         """End what was started for the run. Called last, whatever happened."""
+
+
+# Steps.
+
+
+@dataclass
+class RunState:
+    """Where a run stands, beyond what its parts remember themselves."""
+
+    step: int = 0  # completed steps
+    groups: int = 0  # groups admitted so far; the next one's id
+    owed: int = 0  # groups without a signal (filtered, dropped) that no later step has made up for yet
+    taken: int = 0  # asynchronous: groups that have come back and were given to a rollout, with rewards or without
+    skipped: int = 0  # updates skipped in a row, up to the last one
+    failing: Failing = field(default_factory=Failing)  # groups in a row on which the verifier failed altogether
+    drift: str = ""  # how far sampler and learner were apart when they were first found to be, in words
+    windows: list[int] = field(default_factory=list)  # asynchronous: groups admitted up to each open window
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What happened in one step."""
+
+    step: int
+    rollout: dict[str, Any]
+    updates: list[Update]
+    samples: list[Group]
+    scored: Scored
+    timing: dict[str, float]
+
+
+def recorded(
+    step: int,
+    groups: list[Group],
+    scored: Scored,
+    metrics: tuple[SchedulerMetrics, BufferMetrics, int],  # of sampling and of the buffer, and how many were admitted
+    updates: list[Update],
+    times: tuple[float, float, float],  # when the step began, its updates began and they ended
+) -> StepRecord:
+    """What happened in a step, as it is logged."""
+    began, rolled, ended = times
+    sampled, buffer, admitted = metrics
+    return StepRecord(
+        step=step,
+        rollout={
+            **response_metrics(groups, failures=len(scored.failures), judged=scored.judged),
+            **{f"rollout/{name}": value for name, value in asdict(sampled).items()},
+            **{f"buffer/{name}": value for name, value in asdict(buffer).items()},
+            "rollout/admitted": admitted,
+        },
+        updates=updates,
+        samples=groups[:1],
+        scored=scored,
+        timing={
+            "seconds": ended - began,
+            "rollout_seconds": rolled - began,
+            "learn_seconds": ended - rolled,
+            "tokens_per_second": (sampled.sampled_tokens + sum(u.tokens for u in updates)) / (ended - began),
+        },
+    )
 
 
 # Skipped updates.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +23,13 @@ from bapo.learn.learner import Learns, Update
 from bapo.models import Policy
 from bapo.process.stops import StopAsked
 from bapo.rollout.engine import Engine
-from bapo.rollout.scheduler import Scheduler, SchedulerMetrics, new_group
+from bapo.rollout.scheduler import Scheduler, new_group
 from bapo.runs.ledger import Ledger
 from bapo.screen.view import View
 from bapo.screen.watch import Learned, Tell
 from bapo.tasks.task import ProblemStream, Task
-from bapo.train.job import count_skipped, ends_run
-from bapo.train.scoring import Failing, Scored, response_metrics, score, unscored
-from bapo.types import Group
-
-
-@dataclass
-class RunState:
-    """Where a run stands, beyond what its parts remember themselves."""
-
-    step: int = 0  # completed steps
-    groups: int = 0  # groups admitted so far; the next one's id
-    owed: int = 0  # groups without a signal (filtered, dropped) that no later step has made up for yet
-    taken: int = 0  # asynchronous: groups that have come back and were given to a rollout, with rewards or without
-    skipped: int = 0  # updates skipped in a row, up to the last one
-    failing: Failing = field(default_factory=Failing)  # groups in a row on which the verifier failed altogether
-    drift: str = ""  # how far sampler and learner were apart when they were first found to be, in words
-    windows: list[int] = field(default_factory=list)  # asynchronous: groups admitted up to each open window
+from bapo.train.job import RunState, StepRecord, count_skipped, ends_run, recorded
+from bapo.train.scoring import score, unscored
 
 
 @dataclass
@@ -54,30 +39,15 @@ class Parts:
     config: Config
     task: Task
     policy: Policy
-    notes: list[str]
-    """What a person should know about how the parts were made."""
-    overlong: Callable[[int], float]
-    """What the length of a response adds to its reward for learning; at most 0."""
+    notes: list[str]  # what a person should know about how the parts were made
+    overlong: Callable[[int], float]  # what the length of a response adds to its reward for learning; at most 0
     engine: Engine
     stream: ProblemStream
     scheduler: Scheduler
     buffer: Buffer
     learner: Learns
     ledger: Ledger = field(default_factory=Ledger)
-    close: Callable[[], None] = lambda: None
-    """Ends what was started for this run."""
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What happened in one step."""
-
-    step: int
-    rollout: dict[str, Any]
-    updates: list[Update]
-    samples: list[Group]
-    scored: Scored
-    timing: dict[str, float]
+    close: Callable[[], None] = lambda: None  # ends what was started for this run
 
 
 class Loop:
@@ -108,7 +78,9 @@ class Loop:
         with view.doing("learning") as tell:
             updates = list(learn(parts, state, tell))
         times = (began, sampled, time.perf_counter())
-        return recorded(parts, state, rollout.groups, scored, rollout.metrics, admitted, updates, times)
+        state.step += 1
+        metrics = rollout.metrics, parts.buffer.metrics(), admitted
+        return recorded(state.step, rollout.groups, scored, metrics, updates, times)
 
     def watched(self, view: View, run: Path) -> None:
         """From now on, show there what happens elsewhere: nothing."""
@@ -138,39 +110,6 @@ def bookmark(parts: Parts, state: RunState) -> Callable[[], None]:
         parts.ledger.take()
 
     return undo
-
-
-def recorded(
-    parts: Parts,
-    state: RunState,
-    groups: list[Group],
-    scored: Scored,
-    sampled: SchedulerMetrics,
-    admitted: int,
-    updates: list[Update],
-    times: tuple[float, float, float],  # when the step began, its updates began and they ended
-) -> StepRecord:
-    """Count a step whose updates are taken, and record it."""
-    began, rolled, ended = times
-    state.step += 1
-    return StepRecord(
-        step=state.step,
-        rollout={
-            **response_metrics(groups, failures=len(scored.failures), judged=scored.judged),
-            **{f"rollout/{name}": value for name, value in asdict(sampled).items()},
-            **{f"buffer/{name}": value for name, value in asdict(parts.buffer.metrics()).items()},
-            "rollout/admitted": admitted,
-        },
-        updates=updates,
-        samples=groups[:1],
-        scored=scored,
-        timing={
-            "seconds": ended - began,
-            "rollout_seconds": rolled - began,
-            "learn_seconds": ended - rolled,
-            "tokens_per_second": (sampled.sampled_tokens + sum(u.tokens for u in updates)) / (ended - began),
-        },
-    )
 
 
 def load_weights(parts: Parts) -> None:

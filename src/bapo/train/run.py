@@ -51,8 +51,8 @@ from bapo.train import life_cycle
 from bapo.train.build import build, cluster_notes
 from bapo.train.card import eval_command, model_card, show_ending, upload
 from bapo.train.continuing import check_ledger, check_state
-from bapo.train.job import Job, Log, Summary, When, ends_run, skipped_line, stop_after
-from bapo.train.loop import Loop, RunState, StepRecord, load_weights
+from bapo.train.job import Job, Log, RunState, StepRecord, Summary, When, ends_run, skipped_line, stop_after
+from bapo.train.loop import Loop, load_weights
 from bapo.train.scoring import ENOUGH_GROUPS, Failing, warning
 from bapo.train.torchrun import ALONE, Team
 from bapo.types import Group, Trajectory

@@ -52,7 +52,8 @@ from bapo.train.cluster.fleet import Fleet
 from bapo.train.cluster.hosts import LearnerHost, RolloutHost
 from bapo.train.cluster.learner import RemoteLearner
 from bapo.train.cluster.ray import Actor, Cluster
-from bapo.train.loop import Loop, Parts, RunState, StepRecord, admit, bookmark, learn, load_weights, recorded
+from bapo.train.job import RunState, StepRecord, recorded
+from bapo.train.loop import Loop, Parts, admit, bookmark, learn, load_weights
 from bapo.train.scoring import Scored, score, together, unscored
 from bapo.types import Group, group_from_state, group_state
 
@@ -107,7 +108,9 @@ class AsyncLoop(Loop):
             updates = list(learn(parts, state, tell))
         times = (began, waited, time.perf_counter())
         scored, self._scored = together(self._scored), []
-        record = recorded(parts, state, groups, scored, parts.scheduler.since(before), admitted, updates, times)
+        state.step += 1
+        metrics = parts.scheduler.since(before), parts.buffer.metrics(), admitted
+        record = recorded(state.step, groups, scored, metrics, updates, times)
         record.rollout["rollout/probe_gap"] = self._fleet.take_gap()
         record.timing["sampling_share"] = self._fleet.take_busy()
         return record
