@@ -196,17 +196,14 @@ def _task(config: Config, policy: Policy | None, task: Task | None, notes: list[
     yield _line("answer", told)
     if doubt:
         yield _line(WARNING, doubt)
-    shortest = min(_length(policy, text) for text in _tries(problem, task))
+    tokens = (policy.tokenizer.encode(text, add_special_tokens=False) for text in _tries(problem, task))
+    shortest = min(map(len, tokens))
     if shortest > config.rollout.max_tokens:
         yield _line(
             WARNING,
             f"this answer alone has {counted(shortest, 'token')}, but rollout.max_tokens={config.rollout.max_tokens} "
             "cuts responses off before that.",
         )
-
-
-def _length(policy: Policy, text: str) -> int:
-    return len(policy.tokenizer.encode(text, add_special_tokens=False))
 
 
 def _tries(problem: Problem, task: Task) -> list[str]:

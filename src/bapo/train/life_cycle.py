@@ -20,6 +20,7 @@ so its presence means that the run is complete.
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -110,7 +111,7 @@ def _live(
 ) -> Summary:
     """Everything that is left to do in a run, under the eyes of a person and of the trackers. Returns the summary."""
     if continued is None:
-        run.id = team.lead(history.new_id)
+        run.id = team.lead(lambda: uuid.uuid4().hex)
         team.lead(lambda: _write_files(job, run))
         team.lead(lambda: _record(run, job, "start"))
         notes = [*notes, *team_notes(team, team.size)]

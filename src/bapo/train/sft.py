@@ -16,19 +16,12 @@ same question or become the same tokens: for example, a chat with a system messa
 the same system message before.
 
 Learner, packing, checkpoints, run directory and live view are the same as in reinforcement learning. Nothing is
-sampled, so these files say nothing about what the model writes: `bapo eval` measures that. The directory holds:
+sampled, so these files say nothing about what the model writes: `bapo eval` measures that. The directory is that of
+run.py without what is about responses. In addition, and otherwise:
 
-config.json      the resolved configuration; its kind is sft
 data.json        what happened to the rows of the data, and how many updates they make
 metrics.jsonl    one line per update (kind imitation) and per measurement of the held-out loss (kind held_out)
-timing.jsonl     wall-clock figures, one line per update
-checkpoints/     see checkpoint.py
-model/           the trained model, in transformers format: `bapo train --model.path RUN/model`
-adapter/         the low-rank additions alone, in peft's format, if they were trained
 summary.json     held-out loss before and after; written last, so its presence means the run is complete
-model.sha256     the checksums of the trained model, for `sha256sum --check`
-history.jsonl    each start and resume: the run's identity, changed settings, threads and versions
-lock             held by the process at work
 """
 
 from __future__ import annotations

@@ -87,7 +87,9 @@ def open_scorer(
         parts = []
         for reward in rewards:
             if reward == JUDGE:
-                part = _asking(judge)
+                if judge is None:
+                    raise ValueError("reward='judge' is for runs of `bapo train`: task.judge says which model to ask.")
+                part = Verifier(judge.scores, judge.close)
             elif reward == MATH:
                 part = _open_math(opens_thinking, **limits)
             else:
@@ -131,12 +133,6 @@ def _sum(parts: dict[str, Score], weights: Sequence[float]) -> Score:
     answer = next((part.answer for part in parts.values() if part.answer is not None), None)
     read, written = (sum(getattr(part, name) for part in parts.values()) for name in ("read", "written"))
     return Score(total, answer=answer, rewards=rewards, read=read, written=written)
-
-
-def _asking(judge: Judge | None) -> Verifier:
-    if judge is None:
-        raise ValueError("reward='judge' is for runs of `bapo train`, whose task.judge says which model to ask.")
-    return Verifier(judge.scores, judge.close)
 
 
 def _open_math(opens_thinking: bool, **limits: Any) -> Verifier:
