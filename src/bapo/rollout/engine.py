@@ -31,7 +31,7 @@ NOTHING_LOADED = -1
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn. Log-probs and entropies belong to the distribution that is left by temperature and
-    truncation (`truncation.py`)."""
+    truncation (`sittings.py`)."""
 
     temperature: float = 1.0
     """Divides the logits. 0 is greedy."""

@@ -285,7 +285,7 @@ class Cluster:
             ) from error
         ray._private.worker.print_to_stdstream = _hush
         if address is None:
-            watchdog = [sys.executable, "-P", "-m", "bapo.process.tree", str(os.getpid())]
+            watchdog = [sys.executable, "-P", "-m", "bapo.process.stops", str(os.getpid())]
             nowhere, env = subprocess.DEVNULL, environment()
             subprocess.Popen(watchdog, start_new_session=True, stdin=nowhere, stdout=nowhere, stderr=nowhere, env=env)  # noqa: S603
 
