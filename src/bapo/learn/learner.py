@@ -77,23 +77,18 @@ class Learns(Protocol):
 
     def step(self, groups: Sequence[Group]) -> Update:
         """One optimizer step on the responses of these groups."""
-        ...
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """The weights as they are now, for an engine to load."""
-        ...
 
     def save(self, directory: Path) -> None:
         """Write the state that `load` restores."""
-        ...
 
     def load(self, directory: Path, *, version: int) -> None:
         """Restore what `save` wrote at this version."""
-        ...
 
     def saved(self, checkpoint: Path) -> None:
         """Called when a checkpoint of the present version is complete."""
-        ...
 
 
 class Learner:

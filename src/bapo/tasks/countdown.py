@@ -24,7 +24,6 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 from itertools import combinations_with_replacement, permutations, product
 
-from bapo.tasks.task import check_sizes
 from bapo.types import Problem, Score
 
 MAX_NUMBER = 15
@@ -54,7 +53,6 @@ class Countdown:
             for target in {value for _, value in expressions(numbers)}
             if 1 <= target <= MAX_TARGET
         ]
-        check_sizes("countdown", train_size=train_size, test_size=test_size)
         if train_size + test_size > len(pairs):
             raise ValueError(
                 f"countdown.train_size={train_size} and countdown.test_size={test_size} ask for "

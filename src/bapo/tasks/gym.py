@@ -35,7 +35,6 @@ from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import extract_answer
 
 from bapo.process.limited import call_once
-from bapo.tasks.task import check_sizes
 from bapo.tasks.verify.final import visible
 from bapo.tasks.verify.sandbox import VerifierPool
 from bapo.types import Message, Problem, Score
@@ -70,7 +69,6 @@ class Gym:
     ) -> None:
         if not datasets:
             raise ValueError("gym names no data set. Name at least one, such as countdown.")
-        check_sizes("gym", train_size=train_size, test_size=test_size)
         for name, config in datasets.items():
             check_dataset(name, config)
         recipes = [[name, dict(config)] for name, config in datasets.items()]

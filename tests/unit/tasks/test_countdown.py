@@ -185,5 +185,3 @@ def test_problems_depend_on_the_seed_and_on_nothing_else():
 def test_impossible_sizes_are_refused_with_a_remedy():
     with pytest.raises(ValueError, match=r"train_size=9000 .* only \d+ exist"):
         Countdown(train_size=9000)
-    with pytest.raises(ValueError, match="test_size=-1 is negative"):
-        Countdown(test_size=-1)

@@ -163,9 +163,7 @@ def open_function(
     return Verifier(function.scores, function.close, style != "ours", CALLED_WITH[style], may_be_tried)
 
 
-def overlong_penalty(
-    length: int, *, max_tokens: int, buffer: int, penalty: float = 1.0, truncated: bool = False
-) -> float:
+def overlong_penalty(length: int, *, max_tokens: int, buffer: int, penalty: float = 1.0) -> float:
     """What to add to the reward of a response of `length` tokens: DAPO's soft punishment (arXiv:2503.14476, eq. 13).
 
                         0                                   |y| <= L - B
@@ -174,19 +172,9 @@ def overlong_penalty(
 
     L is the length limit and B the buffer before it. Without the penalty, a response that is cut off just before its
     answer looks the same as one that never got anywhere. The paper's L is a soft limit, and its responses may be longer
-    than L. Ours cannot be, so the third case is a response that was cut off at L (truncated).
+    than L. Ours cannot be: those that are cut off have the length L.
 
     The penalty changes the rewards that advantages are computed from. It is not part of the reward that is reported or
     evaluated.
     """
-    refuse(
-        (
-            not 0 < buffer <= max_tokens,
-            f"overlong buffer={buffer} does not fit max_tokens={max_tokens}, of which it is the last part. Set it "
-            "between 1 and max_tokens; DAPO uses a fifth.",
-        ),
-        (penalty < 0, f"overlong penalty={penalty} is negative and would reward length. Set it to 0 or more."),
-    )
-    if truncated or length > max_tokens:
-        return -penalty
-    return -penalty * max(0, length - (max_tokens - buffer)) / buffer
+    return -penalty * min(buffer, max(0, length - (max_tokens - buffer))) / buffer
