@@ -45,7 +45,7 @@ from bapo.learn.learner_settings import LearnerSettings, ess_factor, learning_ra
 from bapo.learn.optimizer import optimizer_for
 from bapo.learn.packing import ALL, Part, empty_batch, pack, pack_contexts
 from bapo.learn.ranks import CANNOT, Ranks, failing_together, largest, summed
-from bapo.learn.reference import Reference, check_referred, mean_gap
+from bapo.learn.reference import Reference, mean_gap
 from bapo.learn.state import fingerprint, load_state, save_state
 from bapo.learn.terms import EntropyBonus, added_terms
 from bapo.types import Group, Metrics, TokenBatch
@@ -149,7 +149,6 @@ class Learner:
         with self.telling_others():
             if self.reference is not None:
                 self.reference.add_logprobs(groups)
-            check_referred(groups, settings)
             batches = pack(groups, device=self.device, part=self.part, **options)
         update = self.step_on(batches)
         if self.reference is not None:

@@ -105,7 +105,8 @@ def test_every_response_is_kept(whole):
 def test_what_was_cut_off_anywhere_is_made_again_with_the_same_bytes(whole, tmp_path, kept):
     out = tmp_path / "cut"
     out.mkdir()
-    (out / "config.json").write_bytes((whole / "config.json").read_bytes())
+    for name in ("config.json", "chunks.jsonl"):
+        (out / name).write_bytes((whole / name).read_bytes())
     responses = (whole / "responses.jsonl").read_bytes()
     (out / "responses.jsonl").write_bytes(responses[: int(kept * len(responses)) if isinstance(kept, float) else kept])
     assert run([*ARGUMENTS, "--out", str(out)]) == 0

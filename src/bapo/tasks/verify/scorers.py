@@ -7,19 +7,17 @@ that one of them fails on has none.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from bapo.tasks.data.problems import without_overlap
 from bapo.tasks.judge import JUDGE, Judge
 from bapo.tasks.task import LARGEST_REWARD, Scorer, following, listener
 from bapo.tasks.verify.finding import CALLED_WITH
 from bapo.tasks.verify.functions import DOES_NOT_APPLY, FunctionReward, IsolatedReward
 from bapo.tasks.verify.sandbox import VerifierPool
-from bapo.types import Problem, Score, refuse
+from bapo.types import Problem, Score
 
 MATH = "math"
 
@@ -55,17 +53,6 @@ class DataTask:
     def __init__(
         self, train: Sequence[Problem], test: Sequence[Problem], scorer: Scorer, judge: Judge | None = None
     ) -> None:
-        _, shared = without_overlap(train, test)
-        if shared:
-            raise ValueError(
-                f"{len(shared)} of {len(train)} training problems are test problems too. The first is {shared[0].id} "
-                f"({shared[0].source}): {str(shared[0].prompt)[:80]!r}. Scores on them would measure memory, not "
-                "skill. Remove them, as bapo.tasks.data.problems.without_overlap does."
-            )
-        for name, problems in (("training", train), ("test", test)):
-            counts = Counter(problem.id for problem in problems)
-            twice = [id for id, count in counts.items() if count > 1][:1]
-            refuse((twice, f"two {name} problems have the same id {twice}. Give each problem of a task its own id."))
         self.train, self.test, self.scores, self.judge = train, test, scorer, judge
 
 
