@@ -67,8 +67,6 @@ class Gym:
         memory_mb: int = 1024,
         thinking: bool = False,  # whether the prompt opens the thinking; if so, only text after </think> can answer
     ) -> None:
-        if not datasets:
-            raise ValueError("gym names no data set. Name at least one, such as countdown.")
         for name, config in datasets.items():
             check_dataset(name, config)
         recipes = [[name, dict(config)] for name, config in datasets.items()]
