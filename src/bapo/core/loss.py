@@ -119,9 +119,9 @@ def policy_loss(
             raise ValueError(
                 f"loss_weights= are those of reduction='balanced', and {reduction!r} would ignore them. Leave them out."
             )
-        optional = {"sequence_ids": sequence_ids, "entropy": entropy, "loss_weights": loss_weights}
         given = logprobs, behavior_logprobs, advantages, mask
-        tokens = _checked(*given, rule, uses, **optional, log_kept=log_kept)
+        more = {"sequence_ids": sequence_ids, "entropy": entropy, "loss_weights": loss_weights, "log_kept": log_kept}
+        tokens = _checked(*given, rule, uses, **more)
         if denominator is None:
             check_not_empty(
                 tokens.mask, "Skip it; as one part of a larger update, pass the update's bounds= and denominator=."
