@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -47,13 +48,14 @@ class Verifier(NamedTuple):
     """Whether a trial leaves nothing behind: clients of an async function would stay bound to its event loop."""
 
 
+@dataclass(eq=False)
 class DataTask:
-    """Problems to train on, problems to test on, and a scorer for the responses. `judge`: the model it asks, if any."""
+    """Problems to train on, problems to test on, and a scorer for the responses."""
 
-    def __init__(
-        self, train: Sequence[Problem], test: Sequence[Problem], scorer: Scorer, judge: Judge | None = None
-    ) -> None:
-        self.train, self.test, self.scores, self.judge = train, test, scorer, judge
+    train: Sequence[Problem]
+    test: Sequence[Problem]
+    scores: Scorer
+    judge: Judge | None = None  # the model that the scorer asks, if any
 
 
 def open_scorer(
