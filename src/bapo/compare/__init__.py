@@ -29,7 +29,7 @@ from bapo.runs import files
 from bapo.runs.comparison import Rows, compare_arms, difference_cells, judge, measure_names, meeting_by, scores, shared
 from bapo.runs.read import STOP_REASONS, Run, read_run
 from bapo.runs.statistics import FEWEST_SEEDS, estimate, measures
-from bapo.screen.terminal import say, write_line
+from bapo.screen.terminal import aligned, say, write_line
 
 __all__ = ["Arguments", "Grid", "collect", "compare", "load_grid", "run", "table_lines", "write_json"]
 
@@ -192,7 +192,7 @@ def table_lines(results: Mapping[str, Any]) -> list[str]:
         for objective, row in rows.items():
             cells.append([objective, str(row["seeds"]), *(_text(row, name) for name in columns.values())])
         lines += ["", f"{results['name']}, {setting}: {_means(max(row['seeds'] for row in rows.values()))}"]
-        lines += _aligned(cells)
+        lines += (f"  {line}" for line in aligned(cells))
         lines += _difference_lines(rows, k)
     for objective, rows in (results["across_settings"] or {}).items():
         if found := _difference_lines(rows, k):
@@ -213,7 +213,7 @@ def _difference_lines(rows: Rows, k: int | str) -> list[str]:
     title = f"difference from {next(iter(rows))}, seed by seed"
     if max(int(seeds) for _, seeds, *_ in cells[1:]) >= FEWEST_SEEDS:
         title += ", ± half width of its 95% interval; * if the interval excludes 0"
-    return ["", f"  {title}", *_aligned(cells)]
+    return ["", f"  {title}", *(f"  {line}" for line in aligned(cells))]
 
 
 def _means(seeds: int) -> str:
@@ -221,12 +221,6 @@ def _means(seeds: int) -> str:
     if seeds >= FEWEST_SEEDS:
         return f"mean over seeds ± half width of its 95% interval, from {FEWEST_SEEDS} seeds on"
     return f"mean over seeds; an interval needs {FEWEST_SEEDS}"
-
-
-def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    first, *others = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    rows = [[name.ljust(first), *map(str.rjust, texts, others)] for name, *texts in cells]
-    return ["  ".join(["", *row]).rstrip() for row in rows]
 
 
 def write_json(path: Path, value: Any) -> None:

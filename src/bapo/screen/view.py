@@ -34,7 +34,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bapo.screen.steady import SteadyLive, unechoed
-from bapo.screen.terminal import can_redraw, eta, make_console, printable, write_line
+from bapo.screen.terminal import aligned, can_redraw, eta, make_console, printable, write_line
 from bapo.screen.watch import ActorLine, OnScreen, Tell, in_lines
 
 SHOWN = {
@@ -119,10 +119,8 @@ def summary_table(title: str, rows: Sequence[tuple[str, str, str]], *, stream: T
     stream = stream or sys.stdout
     lines = [tuple(printable(cell, newline=" ") for cell in row) for row in (("", "before", "after"), *rows)]
     if not can_redraw(stream):
-        name, before, after = (max(map(len, column)) for column in zip(*lines, strict=True))
-        write_line(stream, printable(title))
-        for line in lines:
-            write_line(stream, f"  {line[0]:<{name}}  {line[1]:>{before}}  {line[2]:>{after}}")
+        for line in (printable(title), *(f"  {row}" for row in aligned(lines))):
+            write_line(stream, line)
         return
     table = Table(box=box.ROUNDED, title=Text(printable(title), "bold"), title_justify="left", border_style="dim")
     for heading, justify, style in zip(lines[0], ("left", "right", "right"), ("", "", "bold green"), strict=True):
