@@ -24,7 +24,7 @@ from itertools import pairwise
 from math import isclose, isfinite, nan
 from statistics import fmean
 from threading import RLock, Thread
-from typing import Self, TextIO
+from typing import Any, Self, TextIO
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -147,7 +147,7 @@ class View:
     def __exit__(self, *_: object) -> None:
         return
 
-    def step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
+    def step(self, step: int, metrics: Mapping[str, Any], timing: Mapping[str, float]) -> None:
         """Called once per training step, counted from 1."""
         given = {**metrics, **timing}
         with self.lock:
@@ -212,7 +212,7 @@ class PlainView(View):
         if self.waiting:
             self._print_step()
 
-    def step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
+    def step(self, step: int, metrics: Mapping[str, Any], timing: Mapping[str, float]) -> None:
         """Print a line now and then, and always for the last step."""
         super().step(step, metrics, timing)
         self.waiting = True

@@ -118,7 +118,7 @@ class Training(Job):
         self._tell_of_drift(record, log)
         self._stop_if_diverged(record, log)
         shown = record.rollout | (record.updates[-1].metrics if record.updates else {})
-        log.view.step(record.step, {k: v for k, v in shown.items() if not isinstance(v, list)}, record.timing)
+        log.view.step(record.step, shown, record.timing)
 
     def _look_at_failures(self, record: StepRecord, log: Log) -> None:
         """Log responses without a reward, and end the run if the verifier fails on group after group."""

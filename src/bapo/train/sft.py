@@ -116,9 +116,7 @@ class SupervisedTraining(Job):
         log.timing({"step": step} | timing)
         if ends_run(update, self.config.learn.skip_limit):
             stop_after(log.run, update, lr=self.config.learn.lr, sampled=False)
-        log.view.step(
-            step, {key: value for key, value in update.metrics.items() if not isinstance(value, list)}, timing
-        )
+        log.view.step(step, update.metrics, timing)
 
     def measure(self, log: Log, when: When) -> None:
         """Measure the held-out loss of the current weights, if anything is held out."""
