@@ -111,11 +111,8 @@ class Optimizer:
         trained = [p for p in parameters if p.requires_grad]
         decayed = [p for p in trained if p.dim() >= 2]
         self.weights = [*decayed, *(p for p in trained if p.dim() < 2)]
-        if any(weight._post_accumulate_grad_hooks for weight in self.weights if weight.dtype != torch.float32):
-            raise ValueError(
-                "another optimizer already takes the gradients of these 16-bit weights. Load the model again, or train "
-                "it with its first learner."
-            )
+        taken = any(weight._post_accumulate_grad_hooks for weight in self.weights if weight.dtype != torch.float32)
+        assert not taken, "another optimizer already takes the gradients of these 16-bit weights"
         return len(decayed)
 
     def clip(self, norm: float) -> Tensor:

@@ -107,11 +107,8 @@ def merging(weights: Iterable[tuple[str, Tensor]], scale: float | Mapping[str, f
         if len(parts) == 3:
             whole, down, up = (parts[key] for key in sorted(parts))
             del held[layer]
-            if whole.shape != (len(up), down.shape[1]) or up.shape[1] != len(down):
-                raise ValueError(
-                    f"the layer {layer!r} has a weight of shape {tuple(whole.shape)}, but its low-rank additions have "
-                    f"shapes {tuple(up.shape)} and {tuple(down.shape)}. Build a new engine."
-                )
+            fits = whole.shape == (len(up), down.shape[1]) and up.shape[1] == len(down)
+            assert fits, f"the low-rank additions of the layer {layer!r} have other shapes than its weight"
             factor = scale if isinstance(scale, float) else scale[layer]
             yield f"{layer}.weight", (whole.float() + factor * (up.float() @ down.float())).to(whole.dtype)
 

@@ -30,31 +30,12 @@ def copy_weights(weights: Iterable[tuple[str, Tensor]], places: Mapping[str, Ten
     """
     missing = set(places)
     for name, tensor in weights:
-        if name not in places:
-            raise ValueError(
-                f"the engine has no place for the weight {name!r}: model or head have changed. Build a new engine."
-            )
-        if tensor.shape != (shape := places[name].shape):
-            raise ValueError(
-                f"the weight {name!r} has shape {tuple(tensor.shape)}, but the engine was built for {tuple(shape)}. "
-                "Build a new engine."
-            )
+        assert name in places, f"the engine has no place for the weight {name!r}"
+        assert tensor.shape == places[name].shape, f"the weight {name!r} has another shape than the engine's"
         if tensor.data_ptr() != places[name].data_ptr():
             places[name].copy_(tensor)
         missing.discard(name)
-    if missing:
-        raise ValueError(
-            f"{len(missing)} weights were not loaded ({min(missing)!r}, for example), so the engine would sample with "
-            "old ones. Load all weights, or build a new engine if a head was tied or untied since."
-        )
-
-
-def check_engine_sizes(slots: int, prefill_tokens: int) -> None:
-    """Refuse sizes that would let nothing be sampled."""
-    refuse(
-        (slots < 1, f"slots={slots} leaves no room to sample in. Set slots >= 1."),
-        (prefill_tokens < 1, f"prefill_tokens={prefill_tokens} lets no context in. Set prefill_tokens >= 1."),
-    )
+    assert not missing, f"{len(missing)} weights were not loaded ({min(missing)!r}, for example)"
 
 
 def check_idle(under_way: object | None, verb: str) -> None:
@@ -164,7 +145,6 @@ class InProcessEngine:
     """The context in which a sitting works."""
 
     def __init__(self, model: PreTrainedModel, *, slots: int, prefill_tokens: int) -> None:
-        check_engine_sizes(slots, prefill_tokens)
         self.model, self.slots, self.prefill_tokens = model, slots, prefill_tokens
         self.version = NOTHING_LOADED
         self._sitting: Any = None

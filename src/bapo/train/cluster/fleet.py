@@ -204,8 +204,7 @@ class Fleet:
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Give these weights to every member, each at its next opportunity. `weights` must be published."""
-        if not isinstance(weights, Published):
-            raise TypeError("a fleet loads weights that the learner has published, not tensors.")
+        assert isinstance(weights, Published), "a fleet loads weights that the learner has published"
         assert weights.version == version
         self.published, self._unfit_seconds = weights, 0.0
         for member in self.members:
@@ -214,8 +213,7 @@ class Fleet:
 
     def submit(self, requests: Sequence[Request], sampling: Sampling, *, token_budget: int | None = None) -> None:
         """Put these requests in line. A fleet has no token budget."""
-        if token_budget is not None:
-            raise ValueError(f"token_budget={token_budget}: a fleet samples without a budget. Set it to None.")
+        assert token_budget is None, "a fleet samples without a budget"
         if self.known and sampling != self.sampling:
             raise RuntimeError("requests with another sampling are under way. First park and collect them.")
         self.sampling, self._faulty = sampling, False
