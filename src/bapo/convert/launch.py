@@ -69,13 +69,15 @@ def read_tables(text: str, path: str) -> tuple[Family, list[Setting]]:
     try:
         values = json.loads(text) if language == "JSON" else _yaml(text)
         if not isinstance(values, dict) or not values:
-            raise ConfigError(f"{path} holds no settings. Give a GRPOConfig, or verl's tables, as keys with values.")
+            raise ValueError("it holds no settings, as keys with values")
         family: Family = "verl" if any(str(key).partition(".")[0] in TABLES for key in values) else "trl"
         if family == "trl":
             values |= values.pop("model_init_kwargs", None) or {}
         settings = list(flat(values) if family == "verl" else values.items())
     except (ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid {language}: {' '.join(str(error).split())}. Correct it.") from None
+        raise ConfigError(
+            f"{path} is no GRPOConfig and no table of verl in {language}: {' '.join(str(error).split())}."
+        ) from None
     lines, found = text.splitlines(), []
     for name, value in settings:
         last = re.compile(rf"^[\s{{,-]*[\"']?{re.escape(str(name).rpartition('.')[2])}[\"']?\s*:")

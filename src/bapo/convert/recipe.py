@@ -97,13 +97,13 @@ class Theirs:
             return int((self["gen_batch_size"] or self["train_batch_size"]) if sampled else self["ppo_mini_batch_size"])
         batches = (sampled and self["steps_per_generation"]) or self["gradient_accumulation_steps"]
         asked = self["per_device_train_batch_size"] * self.processes * batches
-        asked = (sampled and self["generation_batch_size"]) or asked
+        asked = int((sampled and self["generation_batch_size"]) or asked)
         if asked % self["num_generations"]:
             self.notes[name] = (
                 f"{asked} responses on {self.processes} processes (--processes) are no whole groups of "
                 f"{self['num_generations']}: rounded up"
             )
-        return math.ceil(asked / self["num_generations"])
+        return math.ceil(asked / int(self["num_generations"]))
 
     def per_step(self) -> int:
         """Updates on what was sampled at a time."""
@@ -121,7 +121,7 @@ def convert(family: Family, settings: list[Setting], *, processes: int | None = 
         rows.setdefault(TOGETHER.get(row.key, row.key), []).extend(names_of(row, family))
     for key, names in rows.items():
         is_given = any(name in theirs.given for name in names)
-        if not key or not (is_given or any(name in UNSET[family] for name in names)):
+        if not key or not (is_given or key in RULES or any(name in UNSET[family] for name in names)):
             continue
         try:
             if key in YOURS:
@@ -191,7 +191,10 @@ def _completed(theirs: Theirs, keys: dict[str, Any]) -> Iterator[Setting]:
 def toml(value: Any) -> str:
     """A value as TOML writes it."""
     if isinstance(value, dict):
-        return f"{{ {', '.join(f'{key if str(key).isidentifier() else json.dumps(str(key))} = {toml(inner)}' for key, inner in value.items())} }}"
+        names = (key if str(key).isidentifier() else json.dumps(str(key)) for key in value)
+        return (
+            f"{{ {', '.join(f'{name} = {toml(inner)}' for name, inner in zip(names, value.values(), strict=True))} }}"
+        )
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml, value))}]"
     if isinstance(value, bool) or value is None:

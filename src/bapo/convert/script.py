@@ -78,6 +78,8 @@ def read_script(text: str, path: str, module: str, options: Mapping[str, Setting
     """
     try:
         return _Script(text, path, module, options).read()
+    except ConfigError:
+        raise
     except SyntaxError as error:
         raise ConfigError(f"{path}:{error.lineno} is not valid Python: {error.msg}. Correct it.") from None
     except (ValueError, RecursionError, MemoryError):
@@ -134,8 +136,8 @@ class _Script:
                 if isinstance(child, ast.Call):
                     self._called(child, names, top)
             match node:
-                case ast.Assign() | ast.AnnAssign(value=ast.expr()):
-                    value = self._known(node.value, names)
+                case ast.Assign(value=bound) | ast.AnnAssign(value=ast.expr() as bound):
+                    value = self._known(bound, names)
                     if not sure:
                         value = Value(Unknown(f"{_shown(value.node)}, under a condition"), value.node)
                     for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
@@ -295,7 +297,9 @@ class _Script:
             elif name != "eval_dataset" or found is not None:
                 self._add(name, _plain(found), node, value.note)
         except Undecided as error:
-            self._add(name, found if isinstance(found, Unknown) else Unknown(_shown(node), str(error)), node)
+            self._add(
+                name, found if isinstance(found, Unknown) else Unknown(_shown(node), str(error) or Unknown.why), node
+            )
 
     def _data(self, name: str, data: Made, node: ast.AST) -> None:
         """Where problems come from, and what the script does to them before it trains."""
@@ -351,9 +355,11 @@ def _plain(found: Any, left: list[int] | None = None) -> Any:
     """A value that a setting may have. `left`: how many values it may still hold; names can say much with little."""
     left = left or [LONGEST]
     left[0] -= 1
-    if left[0] and isinstance(found, list):
+    if left[0] < 0:
+        raise Undecided
+    if isinstance(found, list):
         return [_plain(one, left) for one in found]
-    if left[0] and isinstance(found, dict):
+    if isinstance(found, dict):
         return {key: _plain(one.found, left) for key, one in found.items()}
     if isinstance(found, Imported) and found.startswith("torch:"):
         return found.removeprefix("torch:")
