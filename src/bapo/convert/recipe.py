@@ -127,7 +127,11 @@ def convert(family: Family, settings: list[Setting], *, processes: int | None = 
             if key in YOURS:
                 raise Left(f"yours to decide: {key}")
             value = RULES[key](theirs) if key in RULES else theirs.first(*names)
-            made = {one: v for one, v in (value if isinstance(value, dict) else {key: value}).items() if v is not None}
+            made = {
+                one: v
+                for one, v in (value if key in RULES and isinstance(value, dict) else {key: value}).items()
+                if v is not None
+            }
             for one, inner in made.items():
                 if any(f"{one} = " in line for line in check(Config, tomllib.loads(f"{one} = {toml(inner)}"))[1]):
                     raise Left(f"{one} takes no {inner!r}")
@@ -146,7 +150,7 @@ def _told(theirs: Theirs, setting: Setting, became: dict[str, dict[str, Any] | s
     known, name = find(setting.name, [theirs.family]) or (None, "")
     taken, made = theirs.given.get(name, setting), became.get(name, "")
     if known is None:
-        note = "bapo has no such setting"
+        note = setting.value.why if isinstance(setting.value, Unknown) else "bapo has no such setting"
     elif not known.key:
         unset = name in UNSET[theirs.family] and setting.value == UNSET[theirs.family][name]
         note = OFF if unset else known.remark.rstrip(".")
