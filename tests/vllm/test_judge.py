@@ -28,7 +28,7 @@ REPLY = "\nScore=7"
 def knows_by_heart(place):
     """A model whose layers add nothing, and whose head gives every character of the reply the next one."""
     tokenizer = characters(chat=True)
-    model = untrained(tokenizer, max_position_embeddings=1024)
+    model = untrained(tokenizer, max_position_embeddings=1024, hidden_size=64, num_attention_heads=2, head_dim=32)
     ids = [*(tokenizer.convert_tokens_to_ids(letter) for letter in REPLY), tokenizer.eos_token_id]
     with torch.no_grad():
         for layer in model.model.layers:
@@ -47,7 +47,8 @@ def served(tmp_path):
     """The address of a vLLM server with that model, which wants a key."""
     knows_by_heart(tmp_path / "model")
     address = f"http://127.0.0.1:{(port := free_port())}"
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(tmp_path / "model")]
+    # What `vllm serve` starts. That command itself wants a package of the name vllm, and the build for CPUs has another.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path / "model")]
     command += ["--served-model-name", "tiny", "--port", str(port), "--host", "127.0.0.1", "--api-key", KEY]
     command += ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8"]
     quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -93,7 +94,7 @@ def test_responses_are_scored_by_vllms_server_and_without_its_key_they_fail(serv
         finally:
             scorer.close()
             made.close()
-    assert [score.reward for score in found["JUDGE_KEY"]] == [0.7] * 20
+    assert [(score.reward, score.failure) for score in found["JUDGE_KEY"]] == [(0.7, "")] * 20
     assert {score.written for score in found["JUDGE_KEY"]} == {len(REPLY)}  # without the line break, with the stop
     assert min(score.read for score in found["JUDGE_KEY"]) > len("Is it kind?Say hello.hello")
     assert {(score.reward, score.failure) for score in found[""]} == {(None, "the judge answered with status 401")}
