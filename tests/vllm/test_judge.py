@@ -47,7 +47,7 @@ def served(tmp_path):
     """The address of a vLLM server with that model, which wants a key."""
     knows_by_heart(tmp_path / "model")
     address = f"http://127.0.0.1:{(port := free_port())}"
-    # What `vllm serve` starts. That command itself wants a package of the name vllm, and the build for CPUs has another.
+    # What `vllm serve` starts. That command wants a package of the name vllm, and the build for CPUs has another.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path / "model")]
     command += ["--served-model-name", "tiny", "--port", str(port), "--host", "127.0.0.1", "--api-key", KEY]
     command += ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8"]

@@ -70,7 +70,7 @@ def dry_run(config: Config, data: TaskData | None, wrong: list[str]) -> tuple[li
     except (ValueError, OSError) as error:
         if not any(line.startswith("model.path=") for line in wrong):  # why it cannot be loaded is known already
             wrong.append(str(error))
-    if policy is not None and (config.task.name != "data" or data is not None):
+    if policy is not None and (config.task.name != "data" or config.task.plays or data is not None):
         try:
             task, notes = make_task(_asking_once(config), policy, data)
         except (ValueError, OSError) as error:
