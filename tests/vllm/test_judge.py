@@ -17,7 +17,7 @@ from bapo.preflight.examine import make_judge
 from bapo.tasks.verify.scorers import open_scorer
 from bapo.types import Problem
 from tests.processes import free_port
-from tests.tiny.models import untrained
+from tests.tiny.models import without_layers
 from tests.tiny.tokenizers import characters
 
 KEY = "sk-0123456789abcdef"
@@ -28,12 +28,10 @@ REPLY = "\nScore=7"
 def knows_by_heart(place):
     """A model whose layers add nothing, and whose head gives every character of the reply the next one."""
     tokenizer = characters(chat=True)
-    model = untrained(tokenizer, max_position_embeddings=1024, hidden_size=64, num_attention_heads=2, head_dim=32)
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32, "max_position_embeddings": 1024}
+    model = without_layers(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, bos_token_id=None, **sizes)
     ids = [*(tokenizer.convert_tokens_to_ids(letter) for letter in REPLY), tokenizer.eos_token_id]
     with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
         known = torch.nn.functional.normalize(model.model.embed_tokens.weight.clone(), dim=-1)
         model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(known))
         model.lm_head.weight[ids[1:]] = known[ids[:-1]]
@@ -47,7 +45,7 @@ def served(tmp_path):
     """The address of a vLLM server with that model, which wants a key."""
     knows_by_heart(tmp_path / "model")
     address = f"http://127.0.0.1:{(port := free_port())}"
-    # What `vllm serve` starts. That command itself wants a package of the name vllm, and the build for CPUs has another.
+    # What `vllm serve` starts. The command itself wants a package called vllm; the build for CPUs has another name.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path / "model")]
     command += ["--served-model-name", "tiny", "--port", str(port), "--host", "127.0.0.1", "--api-key", KEY]
     command += ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8"]
