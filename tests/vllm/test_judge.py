@@ -1,6 +1,7 @@
 """The judge asks vLLM's own server, which is started here with a tiny model that knows one reply by heart."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -51,21 +52,17 @@ def served(tmp_path):
     command += ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8"]
     quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with (tmp_path / "log").open("wb") as log:
-        server = subprocess.Popen(command, env=os.environ | quiet, stdout=log, stderr=log)
+        server = subprocess.Popen(command, env=os.environ | quiet, stdout=log, stderr=log, start_new_session=True)
     try:
-        until = time.monotonic() + 240
+        until = time.monotonic() + 480
         while not answers(f"{address}/health"):
             assert server.poll() is None, (tmp_path / "log").read_text()[-4000:]
             assert time.monotonic() < until, (tmp_path / "log").read_text()[-4000:]
             time.sleep(0.5)
         yield f"{address}/v1"
     finally:
-        server.terminate()
-        try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
 
 
 def answers(address):

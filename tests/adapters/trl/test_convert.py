@@ -1,5 +1,6 @@
 """`bapo convert` on scripts as TRL has them, with TRL's own reward functions: the recipes pass a dry run."""
 
+import ast
 import json
 import re
 import shutil
@@ -44,9 +45,13 @@ def converted(here, *files):
     text = (here / "recipe.toml").read_text()
     for file in files:
         written = (here / file).read_text()
-        given = (
-            re.findall(r"--(\w+)", written) if file.endswith(".sh") else re.findall(r"^        (\w+)=", written, re.M)
-        )
+        given = re.findall(r"--(\w+)", written)
+        if file.endswith(".py"):
+            calls = [node for node in ast.walk(ast.parse(written)) if isinstance(node, ast.Call)]
+            (trainer,) = [call for call in calls if getattr(call.func, "id", "") == "GRPOTrainer"]
+            filled = {"args", "peft_config", "quantization_config"} if "Parser" in written else set()  # by options
+            given = [word.arg for word in trainer.keywords if word.arg not in filled]
+            given += ["model_init_kwargs"] if "model_init_kwargs.update" in written else []
         assert [one for one in given if not re.search(rf"#.*{re.escape(file)}:\d+.* -{{0,2}}{one}\b", text)] == [], text
     return text, tomllib.loads(text)
 
