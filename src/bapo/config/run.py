@@ -25,8 +25,8 @@ from bapo.config.sections import (
     ObjectiveConfig,
     OffPolicyConfig,
     RolloutConfig,
-    TaskConfig,
 )
+from bapo.config.task import TaskConfig
 from bapo.core.settings import require_choice
 from bapo.types import batches_per_pass
 

@@ -82,8 +82,8 @@ def examine(config: Config | SftConfig) -> Examined:
         except (ValueError, OSError) as error:
             return Examined([*wrong, *str(error).splitlines()])
     wrong += [*_packages(config), *wrong_options(config)]
-    if config.task.name != "data":
-        return Examined(wrong)
+    if config.task.name != "data" or config.task.plays:
+        return Examined(wrong)  # an environment is made, and its data are read, with the other parts of the run
     data = None
     verifiers = {
         name: found

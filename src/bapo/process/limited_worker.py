@@ -45,7 +45,7 @@ from typing import Any, NoReturn
 
 from bapo.process import found_in
 
-__all__ = ["OUT_OF_MEMORY", "describe", "receive", "send"]
+__all__ = ["DATA", "OUT_OF_MEMORY", "describe", "in_use", "receive", "send"]
 
 OUT_OF_MEMORY = 77
 """Exit status of a child that ran out of memory."""
@@ -120,7 +120,7 @@ def _serve(connection: socket.socket, function: Callable[..., Any], memory_mb: i
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         _give_way()
-        at_start = _in_use(ADDRESSES)
+        at_start = in_use(ADDRESSES)
         if memory_mb and at_start:
             resource.setrlimit(resource.RLIMIT_AS, (at_start + memory_mb * 2**20,) * 2)
         grown = False
@@ -141,7 +141,7 @@ def _serve(connection: socket.socket, function: Callable[..., Any], memory_mb: i
             signal.setitimer(signal.ITIMER_REAL, 0)
             connection.sendall(reply)
             busy[0] = 0
-            grown = bool(memory_mb) and _in_use(ADDRESSES) - at_start > memory_mb * 2**19
+            grown = bool(memory_mb) and in_use(ADDRESSES) - at_start > memory_mb * 2**19
     except MemoryError:
         status = OUT_OF_MEMORY
     except BaseException:
@@ -153,7 +153,7 @@ def _serve(connection: socket.socket, function: Callable[..., Any], memory_mb: i
 def _serve_for_good(connection: socket.socket, function: Callable[..., Any], memory_mb: int) -> int:
     """Answer calls in this process until the owner hangs up. Each result is sent as soon as it is known."""
     _give_way()
-    at_start = _in_use(DATA)
+    at_start = in_use(DATA)
     if memory_mb and at_start:
         resource.setrlimit(resource.RLIMIT_DATA, (at_start + memory_mb * 2**20,) * 2)
     with contextlib.suppress(EOFError, OSError):
@@ -162,7 +162,7 @@ def _serve_for_good(connection: socket.socket, function: Callable[..., Any], mem
                 function(receive(connection), lambda *result: send(connection, result))
             except MemoryError:
                 os._exit(OUT_OF_MEMORY)
-            send(connection, {"grown": bool(memory_mb) and _in_use(DATA) - at_start > memory_mb * 2**19})
+            send(connection, {"grown": bool(memory_mb) and in_use(DATA) - at_start > memory_mb * 2**19})
     return 0
 
 
@@ -206,7 +206,7 @@ def _exactly(connection: socket.socket, count: int) -> bytearray:
     return data
 
 
-def _in_use(column: int) -> int:
+def in_use(column: int) -> int:
     """Bytes of this kind that are in use; 0 where the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[column]) * resource.getpagesize()

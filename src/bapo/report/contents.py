@@ -177,17 +177,18 @@ def _group(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _response(trajectory: dict[str, Any], pieces: list[Any]) -> dict[str, Any]:
-    """A response, with its text cut where the version of the policy changes."""
+    """A response, with its text cut where the version of the policy changes; None wrote what an environment said."""
     versions, reward = trajectory["versions"], trajectory["reward"]
     left, kept = CHARACTERS, []
     for version, piece in pieces:
         if left > 0:
-            kept.append([int(version), str(piece)[:left]])
+            kept.append([None if version is None else int(version), str(piece)[:left]])
         left -= len(piece)
     return {
         "reward": None if reward is None else number(float(reward)),
         "status": str(trajectory["status"]),
-        "tokens": len(trajectory["tokens"]),
+        "tokens": len(versions),
+        "ending": str(trajectory.get("ending", "")),
         "versions": [int(versions[0]), int(versions[-1])] if versions else [],
         "pieces": kept,
         "cut": max(0, -left),

@@ -45,6 +45,8 @@ SHOWN = {
     "entropy": ("entropy", 3),
     "length": ("length", 1),
     "truncated": ("cut", 3),
+    "turns": ("turns", 1),
+    "endings/answered": ("ended", 0),
     "grad_norm": ("grad", 3),
     "tokens_per_second": ("tok/s", 0),
     "seconds": ("seconds", 2),
@@ -60,6 +62,7 @@ SHOWN = {
 """Metrics and timings that are shown, in this order, with label and decimals. The log has the others."""
 MEANINGS = {
     ("truncated",): "share of responses cut off at rollout.max_tokens",
+    ("endings/answered",): "episodes that their environment ended",
     ("reward_failures",): "responses without a reward",
     ("share",): "positive part of the signal",
     ("clip_low", "clip_high"): "bounds of the clip",

@@ -256,12 +256,12 @@ def check_state(state: dict[str, Any], problems: Iterable[Problem], vocabulary: 
 def _wrong_in(group: Group, *, newest: int, vocabulary: int) -> str:
     """What cannot be in one of its responses; empty if all of them are possible."""
     for each in group.trajectories:
-        tokens, versions = each.tokens, each.versions
-        if not len(tokens) == len(each.behavior_logprobs) == len(versions):
+        tokens, versions, sampled = each.tokens, each.versions, len(each.own)
+        if len(each.sampled) not in (0, len(tokens)) or not sampled == len(each.behavior_logprobs) == len(versions):
             return "lists of different lengths"
-        if len(each.log_kept) not in (0, len(tokens)):
+        if len(each.log_kept) not in (0, sampled):
             return "log-masses of some tokens only"
-        if len(each.entropies) > len(tokens):  # some engines give none
+        if len(each.entropies) > sampled:  # some engines give none
             return "more entropies than tokens"
         if versions != sorted(versions) or not all(0 <= version <= newest for version in versions):
             return "versions that are not in order, or newer than the learner's"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, cast
@@ -177,6 +177,7 @@ def recorded(
     metrics: tuple[SchedulerMetrics, BufferMetrics, int],  # of sampling and of the buffer, and how many were admitted
     updates: list[Update],
     times: tuple[float, float, float],  # when the step began, its updates began and they ended
+    dropped: Sequence[Group] = (),
 ) -> StepRecord:
     """What happened in a step, as it is logged."""
     began, rolled, ended = times
@@ -184,7 +185,7 @@ def recorded(
     return StepRecord(
         step=step,
         rollout={
-            **response_metrics(groups, failures=len(scored.failures), judged=scored.judged),
+            **response_metrics(groups, len(scored.failures), scored.judged, dropped),
             **{f"rollout/{name}": value for name, value in asdict(sampled).items()},
             **{f"buffer/{name}": value for name, value in asdict(buffer).items()},
             "rollout/admitted": admitted,

@@ -29,7 +29,7 @@ from bapo.screen.view import View
 from bapo.screen.watch import Learned, Tell
 from bapo.tasks.task import ProblemStream, Task
 from bapo.train.job import RunState, StepRecord, count_skipped, ends_run, recorded
-from bapo.train.scoring import score, unscored
+from bapo.train.scoring import score, unscored, with_given_up
 
 
 @dataclass
@@ -80,7 +80,8 @@ class Loop:
         times = (began, sampled, time.perf_counter())
         state.step += 1
         metrics = rollout.metrics, parts.buffer.metrics(), admitted
-        return recorded(state.step, rollout.groups, scored, metrics, updates, times)
+        record = recorded(state.step, rollout.groups, scored, metrics, updates, times, rollout.dropped)
+        return replace(record, scored=with_given_up(scored, rollout, parts.policy.decode))
 
     def watched(self, view: View, run: Path) -> None:
         """From now on, show there what happens elsewhere: nothing."""
@@ -120,12 +121,12 @@ def load_weights(parts: Parts) -> None:
 
 def admit(parts: Parts, state: RunState, most: int = 2) -> int:
     """Admit new problems for this step, including those owed; fewer while `most` steps' worth are in progress."""
-    config, encode, seed = parts.config.rollout, parts.policy.encode, parts.config.seed
+    config, opened = parts.config.rollout, parts.scheduler.conversations is None
     owed = min(state.owed, config.prompts)
     count = max(0, min(config.prompts + owed, most * config.prompts - len(parts.scheduler.in_progress)))
     for problem in parts.stream.draw(count):
-        group = new_group(state.groups, problem, encode(problem.prompt), responses=config.responses, seed=seed)
-        parts.scheduler.admit([group])
+        given = state.groups, problem, parts.policy.encode(problem.prompt)
+        parts.scheduler.admit([new_group(*given, responses=config.responses, seed=parts.config.seed, opened=opened)])
         state.groups += 1
     state.owed = min(owed, config.prompts + owed - count)
     return count

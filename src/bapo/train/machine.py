@@ -31,6 +31,7 @@ from bapo.config.run import Config
 from bapo.config.sft import SftConfig
 from bapo.learn.learner_settings import LearnerSettings
 from bapo.models import Policy, hush, load_policy
+from bapo.models.export import check_saves
 from bapo.models.layers import LoraSettings
 
 Kind = TypeVar("Kind", Config, SftConfig)
@@ -70,7 +71,7 @@ def make_policy(config: Config | SftConfig) -> Policy:
     """Load the model of a run, without the usual messages."""
     hush()
     model, lora = config.model, config.model.lora
-    return load_policy(
+    policy = load_policy(
         model.path,
         dtype=model.dtype,
         device=config.device,
@@ -79,6 +80,8 @@ def make_policy(config: Config | SftConfig) -> Policy:
         lora=LoraSettings(lora.rank, lora.alpha, lora.targets) if lora.rank else None,
         seed=config.seed,
     )
+    check_saves(policy)
+    return policy
 
 
 def on_the_cpu(config: Any) -> Any:

@@ -50,11 +50,12 @@ from bapo.train import life_cycle
 from bapo.train.build import build, cluster_notes
 from bapo.train.card import eval_command, model_card, show_ending, upload
 from bapo.train.continuing import check_ledger, check_state
+from bapo.train.episodes import conversations_of
 from bapo.train.job import Job, Log, RunState, StepRecord, Summary, When, ends_run, skipped_line, stop_after
 from bapo.train.loop import Loop, load_weights
 from bapo.train.scoring import ENOUGH_GROUPS, Failing, warning
 from bapo.train.torchrun import ALONE, Team
-from bapo.types import Group, Trajectory
+from bapo.types import OPTIONAL, Group, Trajectory
 
 if TYPE_CHECKING:
     from bapo.train.cluster.learner import RemoteLearner
@@ -218,6 +219,7 @@ class Training(Job):
                 max_tokens=config.rollout.max_tokens,
                 seed=config.seed,
                 tell=tell,
+                conversations=conversations_of(parts.task, config, parts.policy),
             )
         if result.failures == result.problems * result.k:
             raise VerifierFailed(result.failures, result.first_failure, f"of the evaluation after step {step}")
@@ -364,14 +366,18 @@ def _recorded(group: Group) -> dict[str, Any]:
     sampled = asdict(group)
     del sampled["uses"]
     for trajectory in sampled["trajectories"]:
-        del trajectory["reference_logprobs"]
-        for name in ("log_kept", "rewards"):
-            if not trajectory[name]:
+        for name in OPTIONAL:
+            if name == "reference_logprobs" or not trajectory[name]:
                 del trajectory[name]
     return sampled
 
 
-def _written_by(trajectory: Trajectory, decode: Callable[[list[int]], str]) -> list[tuple[int, str]]:
-    """The text of a response, cut where the version of the policy changes: (version, text) in order."""
-    tagged = groupby(zip(trajectory.versions, trajectory.tokens, strict=True), key=lambda pair: pair[0])
+def _written_by(trajectory: Trajectory, decode: Callable[[list[int]], str]) -> list[tuple[int | None, str]]:
+    """The text of a response, cut where the version of the policy changes: (version, text) in order.
+
+    The version of what an environment said is None.
+    """
+    versions = iter(trajectory.versions)
+    writers = [next(versions) if own else None for own in trajectory.sampled] if trajectory.sampled else versions
+    tagged = groupby(zip(writers, trajectory.tokens, strict=True), key=lambda pair: pair[0])
     return [(version, decode([token for _, token in pairs])) for version, pairs in tagged]

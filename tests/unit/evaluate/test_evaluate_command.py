@@ -326,6 +326,12 @@ def test_responses_without_checksums_are_not_continued(whole, tmp_path, capsys):
         (["--model", "demo", "--data", "countdown", "--top-p", "0"], 2, "--top-p 0.0: it must be a share. 1 leaves"),
         (["--model", "demo", "--data", "countdown", "--top-k", "-1"], 2, "--top-k -1: it must be 0 or more."),
         (["--model", "demo", "--data", "countdown", "--reward", "maths"], 2, "neither math nor module:function"),
+        (
+            ["--model", "demo", "--data", "countdown", "--reward", "math,judge"],
+            2,
+            "--reward judge: `bapo eval` asks no",
+        ),
+        (["--model", "demo", "--data", "countdown", "--reward-weights", "1"], 2, "1 weights for 0 rewards"),
         (["--model", "demo", "--data", "countdown,countdown"], 2, "two data sets called 'countdown'"),
         (
             ["--model", "demo", "--data", "countdown,overall=mine.jsonl"],
@@ -395,17 +401,19 @@ def test_the_command_that_a_run_ends_with_evaluates_the_problems_that_it_held_ou
 
 
 def test_problems_of_a_file_are_put_and_named(tmp_path, capsys):
-    """A file of countdown problems with an own reward function, beside the embedded ones."""
+    """A file of countdown problems with two rewards of one's own, beside the embedded ones."""
     problems = [{"question": p.prompt, "answer": str(p.answer["target"])} for p in Countdown().train[:3]]
     file = tmp_path / "mine.jsonl"
     file.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
     (tmp_path / "my_rewards.py").write_text(
         "def score(response, answer):\n    return float(response.endswith(f'={answer}.'))\n"
+        "def length(completions, **columns):\n    return [len(one) for one in completions]\n"
     )
     out = tmp_path / "out"
     command = [
         *("eval", "--model", "demo", "--data", f"own={file},countdown"),
-        *("--problems", "2", "--k", "2", "--threads", "1", "--reward", "my_rewards:score", "--out", str(out)),
+        *("--problems", "2", "--k", "2", "--threads", "1", "--out", str(out)),
+        *("--reward", "my_rewards:score,my_rewards:length", "--reward-weights", "2", "-0.125"),
     ]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = bapo(*command, cwd=tmp_path, env=environment)
@@ -414,7 +422,8 @@ def test_problems_of_a_file_are_put_and_named(tmp_path, capsys):
     assert [row["data"] for row in rows] == ["own", "own", "countdown", "countdown"]
     for row in rows[:2]:
         for response in row["responses"]:
-            assert response["reward"] == float(response["text"].endswith(f"={row['reference']}."))
+            right = response["text"].endswith(f"={row['reference']}.")
+            assert response["reward"] == 2 * right - 0.125 * len(response["text"])
     results = json.loads((out / "results.json").read_text())
     assert results["overall"]["problems"] == 4
     values = [results["data_sets"][name]["avg"]["value"] for name in ("own", "countdown")]
