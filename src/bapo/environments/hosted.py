@@ -149,7 +149,7 @@ class Hosted(AbstractContextManager["Hosted"]):
 
     def collect(self, timeout: float) -> list[tuple[str, Answer]]:
         """The answers since the last call. Returns as soon as there is one, or if no question is open."""
-        return [(key, Answer(**reply)) for key, reply in self._replies(timeout)]
+        return [(key, _answer(reply)) for key, reply in self._replies(timeout)]
 
     def end(self, key: str) -> None:
         """End the episode's process."""
@@ -273,6 +273,14 @@ class Hosted(AbstractContextManager["Hosted"]):
         except (Lost, CannotStart) as error:
             return said, f"the process that forks episodes has died: {error}"
         return said, ""
+
+
+def _answer(reply: Row) -> Answer:
+    """What a process said; code of the user's may have written on its connection."""
+    try:
+        return Answer(**reply)
+    except TypeError:
+        return Answer(failure="crash: what it said cannot be read")
 
 
 def _end_all(

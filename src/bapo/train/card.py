@@ -193,6 +193,8 @@ def learning_in_words(learn: LearnConfig) -> str:
 
 
 def _data(task: TaskConfig) -> str:
+    if task.name == "environment":
+        return f"{task.environment_train} episodes of {task.environment}; held out: {task.environment_test}"
     if task.name == "data":
         held_out = ", ".join(task.test) or f"{task.holdout:.4g} of these problems"
         return f"{', '.join(task.train)}; held out: {held_out}; reward: {', '.join(task.rewards)}"
@@ -234,9 +236,9 @@ def _oldest(config: Config, summary: dict[str, Any]) -> str:
 
 
 def eval_command(config: Config, path: str, *, chat: bool) -> str | None:
-    """The command that evaluates a model as the run does. It knows no generated problems and no sum of rewards."""
+    """The command that evaluates a model as the run does. It knows no environments and no sum of rewards."""
     task, model = config.task, config.model
-    if task.name == "gym" or len(task.rewards) > 1 or task.reward_weights or JUDGE in task.rewards:
+    if task.name == "gym" or task.plays or len(task.rewards) > 1 or task.reward_weights or JUDGE in task.rewards:
         return None
     greedy, sources = config.eval.temperature == 0, task.test or task.train
     options: list[tuple[str, object]] = [
