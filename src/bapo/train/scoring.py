@@ -140,7 +140,7 @@ def with_given_up(scored: Scored, rollout: Rollout, decode: Callable[[list[int]]
     return together([scored, Scored([], failures, len(given_up), len(failures))])
 
 
-def unscored(groups: Sequence[Group], scored: Scored) -> dict[int, dict[str, str]]:
+def unscored(groups: Sequence[Group], scored: Scored) -> dict[int, dict[str, Any]]:
     """The groups that were left out because too few of their responses have a reward, and what the ledger is told."""
     kept, causes = {group.id for group in scored.groups}, {failure.group: failure.cause for failure in scored.failures}
     left = [group for group in groups if group.id not in kept]
