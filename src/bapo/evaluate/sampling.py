@@ -7,7 +7,7 @@ model and what becomes of the responses is the caller's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from math import isfinite
 from statistics import fmean
@@ -159,23 +159,20 @@ def _played(
     scheduler: Scheduler, engine: Engine, policy: Policy, scorer: Scorer, groups: Sequence[Group], tell: Tell | None
 ) -> list[list[Response]]:  # [problems][k]
     """The responses of groups that environments answer. An episode that fails on our side has no score."""
-    groups = [replace(group, id=EVALUATED + index) for index, group in enumerate(groups)]
-    scheduler.admit(groups)
-    rollout = scheduler.run(engine, tell=tell)
-    rows = []
-    for group in groups:
-        cause = rollout.causes.get(group.id, "")
-        row = []
-        for one in group.trajectories:
-            segment = Segment(one.own, one.behavior_logprobs, one.entropies, one.versions, one.status)
-            text = policy.decode(one.transcript)
-            if not cause and (reward := reward_of(one.answers)) is not None:
-                score = Score(reward)
-            else:
-                score = Score(None, cause) if cause else scorer([(group.problem, ResponseText(text, one.tokens))])[0]
-            row.append(Response(segment, text, score))
-        rows.append(row)
-    return rows
+    alone = [(group.problem, one) for group in groups for one in group.trajectories]
+    scheduler.admit(Group(EVALUATED + index, problem, [one]) for index, (problem, one) in enumerate(alone))
+    causes = scheduler.run(engine, tell=tell).causes
+    texts = [ResponseText(policy.decode(one.transcript), one.tokens) for _, one in alone]
+    failed = [causes.get(EVALUATED + index, "") for index in range(len(alone))]
+    scores = [Score(None if why else reward_of(one.answers), why) for why, (_, one) in zip(failed, alone, strict=True)]
+    left = [index for index, score in enumerate(scores) if score.reward is None and not score.failure]
+    with following(len(left), tell):
+        given = scorer([(alone[index][0], texts[index]) for index in left])
+    found = dict(enumerate(scores)) | dict(zip(left, given, strict=True))
+    segments = [Segment(t.own, t.behavior_logprobs, t.entropies, t.versions, t.status) for _, t in alone]
+    responses = [Response(*parts) for parts in zip(segments, texts, found.values(), strict=True)]
+    k = len(groups[0].trajectories)
+    return [responses[i : i + k] for i in range(0, len(responses), k)]
 
 
 def _without_stop(segment: Segment, problem: Problem, sampling: Sampling) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -11,10 +12,11 @@ from hypothesis import strategies as st
 
 from bapo.environments.conversations import Conversations, reward_of, turns_of
 from bapo.environments.episode import Answer
+from bapo.evaluate.sampling import sample
 from bapo.rollout.engine import Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.scheduler import Scheduler, new_group
-from bapo.types import Group, Problem, Status
+from bapo.types import Group, Problem, Score, Status
 from tests.environments import Numbers, Ruled
 from tests.rollouts import teacher_forced
 from tests.tiny.models import STOP, tiny
@@ -269,3 +271,22 @@ def test_a_bookmark_takes_conversations_back():
     again = run(one, 1)
     assert everything(first.groups) == everything(again.groups)
     assert first.metrics == again.metrics
+
+
+def test_an_evaluation_plays_episodes_and_one_that_fails_costs_no_other():
+    def rule(turn: str, number: int) -> Answer:
+        return Answer(failure="it broke") if turn.split()[0] == "29" else echo(turn, number)
+
+    talk = Conversations(Ruled(rule), Numbers(), ends=ENDS, max_tokens=MOST)
+    policy = SimpleNamespace(encode=lambda text: [5], decode=lambda tokens: " ".join(map(str, tokens)))
+    ENGINE.load(ENGINE.model.named_parameters(), version=0)
+    how = {"sampling": SAMPLING, "max_tokens": MOST, "seed": 1, "conversations": talk}
+    never = lambda asked: [Score(0.5) for _ in asked]  # noqa: E731
+    rows = sample(ENGINE, policy, never, [problem(0), problem(1), problem(2)], k=6, **how)
+    assert [len(row) for row in rows] == [6, 6, 6]
+    scores = [one.score for row in rows for one in row]
+    failed = [score for score in scores if score.failure]
+    assert 0 < len(failed) < len(scores)
+    assert {(score.reward, score.failure) for score in failed} == {(None, "environment failed: it broke")}
+    assert not talk.busy
+    assert all(one.reward > 0 for row in rows for one in row if not one.score.failure)
