@@ -36,6 +36,7 @@ from bapo.train.build import (
     unreadable,
 )
 from bapo.train.card import learning_in_words, objective_in_words, sources_in_words
+from bapo.train.episodes import PlayedTask, rehearse
 from bapo.train.machine import measured_speed, prompting, resolve, slow_precision, threads_of_actor
 from bapo.types import Problem
 
@@ -70,7 +71,7 @@ def dry_run(config: Config, data: TaskData | None, wrong: list[str]) -> tuple[li
     except (ValueError, OSError) as error:
         if not any(line.startswith("model.path=") for line in wrong):  # why it cannot be loaded is known already
             wrong.append(str(error))
-    if policy is not None and (config.task.name != "data" or data is not None):
+    if policy is not None and (config.task.name != "data" or config.task.plays or data is not None):
         try:
             task, notes = make_task(_asking_once(config), policy, data)
         except (ValueError, OSError) as error:
@@ -191,6 +192,10 @@ def _task(config: Config, policy: Policy | None, task: Task | None, notes: list[
     sizes = f"{counted(len(task.train), 'problem')} to train on, {len(task.test):,} held out"
     asked = f"{config.eval.problems:,} of them evaluated, {counted(config.eval.k, 'response')} each"
     yield _line("data", "\n".join(filter(None, (f"{config.task.name}: {sizes}, {asked}", "; ".join(notes)))))
+    if isinstance(task, PlayedTask):
+        for label, text in rehearse(task, policy):
+            yield _line(label, printable(text if len(text) <= SHOWN else f"{text[:SHOWN]} …"))
+        return
     problem = task.train[0]
     text = printable(policy.decode(policy.encode(problem.prompt)))
     yield _line("prompt", text if len(text) <= SHOWN else f"{text[:SHOWN]} …")
@@ -198,17 +203,14 @@ def _task(config: Config, policy: Policy | None, task: Task | None, notes: list[
     yield _line("answer", told)
     if doubt:
         yield _line(WARNING, doubt)
-    shortest = min(_length(policy, text) for text in _tries(problem, task))
+    tokens = (policy.tokenizer.encode(text, add_special_tokens=False) for text in _tries(problem, task))
+    shortest = min(map(len, tokens))
     if shortest > config.rollout.max_tokens:
         yield _line(
             WARNING,
             f"this answer alone has {counted(shortest, 'token')}, but rollout.max_tokens={config.rollout.max_tokens} "
             "cuts responses off before that.",
         )
-
-
-def _length(policy: Policy, text: str) -> int:
-    return len(policy.tokenizer.encode(text, add_special_tokens=False))
 
 
 def _tries(problem: Problem, task: Task) -> list[str]:
