@@ -121,6 +121,15 @@ def test_every_command_ends_in_the_same_way(name, monkeypatch, capsys):
     assert ends_with(FloatingPointError("not finite."))[0] == 1
 
 
+@pytest.mark.parametrize("words", [["resume", "run", "--help"], ["train", "--dry-run"], ["eval", "-h"]])
+def test_a_stop_of_what_only_tells_says_nothing_of_continuing(words, monkeypatch, capsys):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "carry_out", stopped)
+    assert (run(words), capsys.readouterr().err) == (130, "bapo: stopped.\n")
+
+
 def test_an_error_of_the_operating_system_tells_what_failed(monkeypatch, tmp_path, capsys):
     def told(error, readable=True):
         def work(_name, _words):

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM's environment: make test-integrations")
 
-from bapo.config.sections import TaskConfig
+from bapo.config.task import TaskConfig
 from bapo.preflight.examine import make_judge
 from bapo.tasks.verify.scorers import open_scorer
 from bapo.types import Problem
