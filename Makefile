@@ -137,7 +137,7 @@ $(TRL)/.installed: pyproject.toml constraints/base.txt constraints/trl.txt
 	test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
 	$(TRL)/bin/pip install --quiet --disable-pip-version-check -c constraints/base.txt torch
 	$(TRL)/bin/pip install --quiet --disable-pip-version-check -c constraints/base.txt -c constraints/trl.txt \
-		-e '.[trl]' peft pytest
+		-e '.[trl,math]' peft pytest
 	@touch $@
 
 # vLLM's build for CPUs, of which the image and sound libraries that it asks for cannot be imported beside this torch,

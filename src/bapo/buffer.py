@@ -258,7 +258,7 @@ class Buffer:
         return replace(
             self._totals,
             held=len(self._held),
-            held_tokens=sum(len(t.tokens) for held in self._held.values() for t in held.group.trajectories),
+            held_tokens=sum(len(t.versions) for held in self._held.values() for t in held.group.trajectories),
             to_visit=sum(self._passes_left(held) for held in self._held.values()),
         )
 

@@ -12,9 +12,12 @@
     rollout         the groups that were sampled between two series of updates
     parked          a trajectory paused mid-generation, to be continued under newer weights
     demonstration   a prompt with a response to learn from, in supervised training
+    turn            what the policy samples before an environment answers; a response has one, or several
+    observation     what an environment answers; its tokens belong to the response, but nobody sampled them
 
 Every token keeps the log-prob and the version of the policy that really sampled it. Nothing is recomputed or guessed
-later. This module imports nothing heavy, so every other module may import it.
+later. A token that an environment said has neither: it counts as context, and for nothing else. This module imports
+nothing heavy, so every other module may import it.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
@@ -41,7 +45,7 @@ LOG_RATIO_EDGES = (-1.0, -0.6, -0.35, -0.2, -0.1, -0.05, -0.02, 0.02, 0.05, 0.1,
 USE_EDGES = (1, 2, 4, 8)
 """Where tokens are binned by uses: 5 bins, the first for tokens that were never trained on, the last one open."""
 
-OPTIONAL = ("reference_logprobs", "log_kept", "rewards")
+OPTIONAL = ("reference_logprobs", "log_kept", "rewards", "sampled", "answers", "ending")
 """The fields of a trajectory that only some runs have."""
 
 
@@ -107,19 +111,23 @@ class ResponseText(str):
 
 @dataclass
 class Trajectory:
-    """One response as it grows, with the origin of every token. The four lists always have equal length."""
+    """One response as it grows, with the origin of every token.
+
+    What is known of tokens (log-probs, entropies, versions, masses) has one entry for each sampled token, in order.
+    """
 
     prompt: list[int]
     """Token ids of the prompt."""
     seed: int
     """The seed of this response's own random numbers. Token i draws from (seed, i), whatever else is in the batch."""
     tokens: list[int] = field(default_factory=list)
+    """All tokens after the prompt, sampled and observed. Nothing is ever changed or removed."""
     behavior_logprobs: list[float] = field(default_factory=list)
-    """Log-prob of each token under the distribution it was sampled from (temperature and truncation included)."""
+    """Log-prob of each sampled token under the distribution it came from (temperature and truncation included)."""
     entropies: list[float] = field(default_factory=list)
-    """Entropy of the distribution each token was sampled from."""
+    """Entropy of the distribution each of them was sampled from."""
     versions: list[int] = field(default_factory=list)
-    """Version of the policy that sampled each token; never decreases along a response."""
+    """Version of the policy that sampled each of them; never decreases along a response."""
     status: Status = Status.PARKED
     reward: float | None = None
     """Set once, by the verifier, after the response is finished."""
@@ -133,6 +141,41 @@ class Trajectory:
     log_kept: list[float] = field(default_factory=list)
     """With top-p, top-k or min-p: log of the probability that they kept at each token. Added to `behavior_logprobs`, it
     gives the log-probs under the whole distribution. Empty where nothing was left out."""
+    sampled: list[bool] = field(default_factory=list)
+    """Whether the policy sampled each token, and not an environment said it. Empty: it sampled all of them."""
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    """What the environment answered, each time that it was asked (`environments/conversations.py`). A resumed run gives
+    a new environment the same turns, and compares."""
+    ending: str = ""
+    """How its episode ended; empty without an environment (`environments/conversations.py`)."""
+
+    @property
+    def own(self) -> list[int]:
+        """The tokens that the policy sampled."""
+        return list(compress(self.tokens, self.sampled)) if self.sampled else self.tokens
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Add what an environment said."""
+        self.sampled = (self.sampled or [True] * len(self.tokens)) + [False] * len(tokens)
+        self.tokens += tokens
+
+    @property
+    def transcript(self) -> list[int]:
+        """The tokens of a finished response, without a stop token at the end."""
+        return self.tokens[:-1] if self.status is Status.STOPPED else self.tokens
+
+    def mark(self) -> Callable[[], None]:
+        """What takes a response that is not scored back to where it is now. Its lists only grow, but for the prompt."""
+        grows = [name for name, value in vars(self).items() if isinstance(value, list) and name != "prompt"]
+        lengths = {name: len(getattr(self, name)) for name in grows}
+        others = {name: value for name, value in vars(self).items() if name not in lengths}
+
+        def back() -> None:
+            vars(self).update(others)
+            for name, length in lengths.items():
+                del getattr(self, name)[length:]
+
+        return back
 
     @property
     def reference_gap(self) -> float:
@@ -242,9 +285,9 @@ def group_from_state(state: dict[str, Any]) -> Group:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Sequences (prompt and response) for one forward pass, and their response tokens, laid end to end without padding.
+    """Sequences (prompt and response) for one forward pass, and their sampled tokens, laid end to end without padding.
 
-    A place is one token of one sequence.
+    A place is one token of one sequence. What an environment said has places, and is otherwise left out.
     """
 
     input_ids: Tensor
@@ -256,11 +299,11 @@ class TokenBatch:
     longest: int
     """Places of the longest sequence."""
     predicts: Tensor
-    """[tokens] the places whose next token is a response token, ascending. The fields below follow the same order."""
+    """[tokens] the places whose next token was sampled, ascending. The fields below follow the same order."""
     targets: Tensor
-    """[tokens] the response tokens."""
+    """[tokens] the sampled tokens."""
     sequence_ids: Tensor
-    """[tokens] which sequence each belongs to, from 0. A sequence without a response token has no number."""
+    """[tokens] which sequence each belongs to, from 0. A sequence without a sampled token has no number."""
     behavior_logprobs: Tensor
     """[tokens]"""
     advantages: Tensor

@@ -1,4 +1,4 @@
-"""The sections of a run of `bapo train`: task, rollout, objective, off-policy sources, evaluation, cluster.
+"""The sections of a run of `bapo train`: rollout, objective, off-policy sources, evaluation, cluster.
 
 Each section checks its own keys. What several sections must agree on is checked in `run.py`.
 """
@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from bapo.config.base import MOST_THREADS, Section
-from bapo.config.judging import JudgeConfig
+from bapo.config.base import Section
 from bapo.core.settings import (
     BRAKES,
     NOT_PRESETS,
@@ -28,99 +27,6 @@ from bapo.core.settings import (
 from bapo.demo import MAX_RESPONSE_TOKENS
 
 OBJECTIVE_NAMES = tuple(OBJECTIVE_OPTIONS)
-
-
-class TaskConfig(Section):
-    """The problems, and how responses to them are scored."""
-
-    name: Literal["countdown", "data", "gym"] = "countdown"
-    """countdown: the embedded task. data: problems from files or the hub. gym: problems that reasoning-gym generates.
-    If it is not given, it follows from task.train, task.test or task.gym."""
-    train: tuple[str, ...] = ()
-    """data: what to train on. Files, directories, benchmark names (gsm8k:train) or hub ids (owner/name:split)."""
-    test: tuple[str, ...] = ()
-    """data: the held-out problems, named in the same way. A problem that is in both is removed from train."""
-    holdout: float = Field(0.0, ge=0, lt=1)
-    """data: in place of task.test, the share of the problems in task.train that is held out. It is the same for every
-    seed and every order of the rows."""
-    prompt_column: str | None = None
-    """data: the column with the prompt. Dots lead into nested columns. None recognises it by its name."""
-    answer_column: str | None = None
-    """data: the column with the reference answer. None recognises it by its name."""
-    template: str | None = None
-    """data: text around each {prompt}, for example a request to put the answer in a box. None uses the template of a
-    named benchmark, and leaves other prompts as they are."""
-    max_prompt_tokens: int | None = Field(None, ge=1)
-    """data: problems with a longer prompt are left out. None keeps all of them."""
-    reward: str | tuple[str, ...] = "math"
-    """data: what scores responses: math (math-verify, in separate processes), judge (a model, task.judge), or
-    module:function for a function of yours, TRL's or verl's. Several, as a list or with commas: the reward is their
-    sum, and each is logged by name."""
-    judge: JudgeConfig = JudgeConfig()
-    reward_weights: tuple[float, ...] = ()
-    """data: what each reward is multiplied by (with learn.advantages = gdpo, once it is normalised). Empty: 1."""
-    reward_isolated: bool = False
-    """data: run functions in a process of their own (in reward_workers of them), which may crash or hang."""
-    reward_seconds: float = Field(10.0, gt=0)
-    """Time limit for scoring one response, with math, gym or an async function; a plain function has one if isolated. A
-    response that exceeds it is logged as a failure and not trained on."""
-    reward_retries: int = Field(0, ge=0, le=10)
-    """data: how often a function that fails on a response is called again, after 1 s, 2 s, 4 s and so on."""
-    reward_memory_mb: int = Field(2048, ge=256)
-    """math, or an isolated function: memory limit for scoring one response, in megabytes."""
-    reward_workers: int = Field(0, ge=0, le=MOST_THREADS)
-    """How many responses are scored at the same time. 0: one per core, 1 by a plain function, 32 by an async one."""
-    gym: dict[str, dict[str, bool | int | float | str]] = Field(default_factory=dict)
-    """gym: the reasoning-gym data sets by name, each with its own options."""
-    gym_train: int = Field(4096, ge=1)
-    """gym: how many problems to train on."""
-    gym_test: int = Field(512, ge=1)
-    """gym: how many held-out problems."""
-    overlong_tokens: int = Field(0, ge=0)
-    """Responses that end within this many tokens of `rollout.max_tokens` lose reward, linearly. 0 turns the penalty
-    off. The rewards that are reported do not include it."""
-    overlong_penalty: float = Field(1.0, ge=0, le=1e6)
-    """How much reward a response of the full length loses."""
-
-    @property
-    def rewards(self) -> tuple[str, ...]:
-        """What scores responses, as a list."""
-        return (self.reward,) if isinstance(self.reward, str) else self.reward
-
-    @field_validator("reward", mode="before")
-    @classmethod
-    def _in_commas(cls, given: Any) -> Any:
-        """Several rewards may stand in one word. One alone is no list."""
-        names = [name.strip() for name in given.split(",")] if isinstance(given, str) else given
-        return names[0] if isinstance(names, list | tuple) and len(names) == 1 else names
-
-    @model_validator(mode="before")
-    @classmethod
-    def _named_by_its_keys(cls, values: Any) -> Any:
-        """The keys say which task is meant, so nobody has to say it twice."""
-        if not isinstance(values, dict) or "name" in values:
-            return values
-        meant = "data" if values.get("train") or values.get("test") else "gym" if values.get("gym") else None
-        return values if meant is None else values | {"name": meant}
-
-    @model_validator(mode="after")
-    def _used(self) -> Self:
-        """Refuse keys that the chosen kind of task would ignore."""
-        data = {"train", "test", "holdout", "prompt_column", "answer_column", "template", "max_prompt_tokens"}
-        data |= {"reward", "judge", "reward_weights", "reward_isolated", "reward_retries"}
-        gym = {"gym", "gym_train", "gym_test"}
-        unused = {"countdown": data | gym, "data": gym, "gym": data}[self.name]
-        wanted = {key: "gym" if key in gym else "data" for key in sorted(self.changed()) if key in unused}
-        if wanted:
-            raise ValueError(
-                "\n".join(
-                    f"task.{key} belongs to task.name={name!r}, not to {self.name!r}, which ignores it. Set "
-                    f"task.name={name!r}, or leave task.{key} out."
-                    for key, name in wanted.items()
-                )
-            )
-        self.judge.check(self.rewards)
-        return self
 
 
 class RolloutConfig(Section):

@@ -7,21 +7,26 @@ model and what becomes of the responses is the caller's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from math import isfinite
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from bapo.environments.conversations import Conversations, reward_of
 from bapo.evaluate.estimates import SOLVED, Estimate, avg_at_k, mean, pass_at_k
 from bapo.rollout.engine import Engine, Request, Sampling, Segment, generate
-from bapo.rollout.scheduler import new_group
+from bapo.rollout.scheduler import Scheduler, new_group
 from bapo.screen.watch import Tell
 from bapo.tasks.task import Scorer, following
-from bapo.types import Problem, ResponseText, Score, Status
+from bapo.types import Group, Problem, ResponseText, Score, Status
 
 if TYPE_CHECKING:
     from bapo.models import Policy
+
+
+EVALUATED = 1 << 40
+"""Where the numbers of groups begin that are evaluated beside those in training."""
 
 
 @dataclass(frozen=True)
@@ -110,25 +115,28 @@ def sample(
     max_tokens: int,
     seed: int,
     tell: Tell | None = None,
+    conversations: Conversations | None = None,
 ) -> list[list[Response]]:  # [problems][k]
     """k responses to every problem, sampled with the weights that the engine has, and scored.
+
+    With `conversations`, responses have turns, and environments may have rewards of their own.
 
     The random numbers of a response come from (seed, problem id, index): they do not depend on which other problems are
     evaluated, nor on their order.
     """
-    if k < 1:
-        raise ValueError(f"k={k}: an evaluation samples k responses per problem. Set k >= 1.")
-    if not problems:
-        raise ValueError("there are no problems to evaluate on. Give at least one, e.g. task.test.")
-    if len({problem.id for problem in problems}) < len(problems):
-        raise ValueError("some problems occur twice. Give each problem once, and set a larger k for more responses.")
-    requests = []
+    groups = []
     for problem in problems:
         number = int.from_bytes(sha256(problem.id.encode()).digest()[:8], "big")
-        group = new_group(number, problem, policy.encode(problem.prompt), responses=k, seed=seed)
-        requests += [
-            Request(one.prompt, position=0, seed=one.seed, max_new_tokens=max_tokens) for one in group.trajectories
-        ]
+        prompt, opened = policy.encode(problem.prompt), conversations is None
+        groups.append(new_group(number, problem, prompt, responses=k, seed=seed, opened=opened))
+    if conversations is not None:
+        scheduler = Scheduler(sampling, max_response_tokens=max_tokens, conversations=conversations)
+        return _played(scheduler, engine, policy, scorer, groups, tell)
+    requests = [
+        Request(one.prompt, position=0, seed=one.seed, max_new_tokens=max_tokens)
+        for group in groups
+        for one in group.trajectories
+    ]
     segments = generate(engine, requests, sampling, tell=tell)
 
     asked = [problem for problem in problems for _ in range(k)]
@@ -145,6 +153,29 @@ def sample(
             raise ValueError(f"the verifier gave {score.reward} for problem {problem.id!r}, which is not finite.")
     responses = [Response(*parts) for parts in zip(segments, texts, scores, strict=True)]
     return [responses[i : i + k] for i in range(0, len(responses), k)]
+
+
+def _played(
+    scheduler: Scheduler, engine: Engine, policy: Policy, scorer: Scorer, groups: Sequence[Group], tell: Tell | None
+) -> list[list[Response]]:  # [problems][k]
+    """The responses of groups that environments answer. An episode that fails on our side has no score."""
+    groups = [replace(group, id=EVALUATED + index) for index, group in enumerate(groups)]
+    scheduler.admit(groups)
+    rollout = scheduler.run(engine, tell=tell)
+    rows = []
+    for group in groups:
+        cause = rollout.causes.get(group.id, "")
+        row = []
+        for one in group.trajectories:
+            segment = Segment(one.own, one.behavior_logprobs, one.entropies, one.versions, one.status)
+            text = policy.decode(one.transcript)
+            if not cause and (reward := reward_of(one.answers)) is not None:
+                score = Score(reward)
+            else:
+                score = Score(None, cause) if cause else scorer([(group.problem, ResponseText(text, one.tokens))])[0]
+            row.append(Response(segment, text, score))
+        rows.append(row)
+    return rows
 
 
 def _without_stop(segment: Segment, problem: Problem, sampling: Sampling) -> list[int]:

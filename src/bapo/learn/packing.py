@@ -10,6 +10,8 @@ of their group, and their tokens are not passed: there is no loss on them, and n
 mask_truncated_completions does the same where its mean is over tokens; a mean over responses still counts them there.
 With drop, their rewards do not count either.
 
+What an environment said is context: its tokens are passed, but they are not targets, and no denominator counts them.
+
 Several ranks are given the same groups and each takes a part of the sequences, longest first, so that all have about
 equally many tokens. Every rank computes the same division.
 """
@@ -74,7 +76,7 @@ def pack(
             ]
         advantages = ADVANTAGES[estimator](torch.tensor(rewards, dtype=torch.float32), owners).advantages
     trained = {id(t) for group in groups for t in group.trained(truncated)}
-    lengths = torch.tensor([len(t.tokens) if id(t) in trained else 0 for _, t in compared])
+    lengths = torch.tensor([len(t.versions) if id(t) in trained else 0 for _, t in compared])
     balance = balanced_weights(advantages, lengths, owners)
     every = zip(compared, advantages.tolist(), balance.tolist(), strict=True)
     rows = [(t, advantage, weight, groups[i].uses) for (i, t), advantage, weight in every if id(t) in trained]
@@ -90,13 +92,21 @@ def pack_demonstrations(
     part: Part = ALL,
 ) -> list[TokenBatch]:
     """The same for responses that no policy sampled. All else about their tokens is zeros."""
-    rows = [_unsampled(prompt, response) for prompt, response in demonstrations]
+    unsampled = [_unsampled(prompt, response) for prompt, response in demonstrations]
+    return pack_alone(unsampled, micro_tokens=micro_tokens, device=device, padded=padded, part=part)
+
+
+def pack_alone(
+    responses: Iterable[Trajectory], *, micro_tokens: int, device: torch.device, padded: bool = True, part: Part = ALL
+) -> list[TokenBatch]:
+    """The same for responses without advantages, which nothing is compared with."""
+    rows: list[Row] = [(response, 0.0, 0.0, 0) for response in responses]
     return [_batch(rows, device) for rows in _cut(_taken(rows, part), micro_tokens, padded=padded)]
 
 
 def pack_contexts(contexts: Sequence[Sequence[int]], *, device: torch.device) -> TokenBatch:
     """One micro-batch whose `predicts` are the last places of the contexts, in order. Its targets mean nothing."""
-    return _batch([_unsampled(context, [0]) for context in contexts], device)
+    return _batch([(_unsampled(context, [0]), 0.0, 0.0, 0) for context in contexts], device)
 
 
 def empty_batch(device: torch.device) -> TokenBatch:
@@ -125,9 +135,9 @@ def _length(trajectory: Trajectory) -> int:
 Row = tuple[Trajectory, float, float, int]  # a response, its advantage, the weight of its tokens and its uses
 
 
-def _unsampled(prompt: Sequence[int], response: Sequence[int]) -> Row:
+def _unsampled(prompt: Sequence[int], response: Sequence[int]) -> Trajectory:
     nothing, version = [0.0] * len(response), [0] * len(response)
-    return Trajectory(list(prompt), 0, list(response), nothing, nothing, version), 0.0, 0.0, 0
+    return Trajectory(list(prompt), 0, list(response), nothing, nothing, version)
 
 
 def _taken(rows: list[Row], part: Part) -> list[Row]:
@@ -161,19 +171,17 @@ def _cut(rows: list[Row], micro_tokens: int, *, padded: bool) -> list[list[Row]]
 def _batch(rows: list[Row], device: torch.device) -> TokenBatch:
     trajectories = [trajectory for trajectory, *_ in rows]
     lengths = np.array([_length(t) for t in trajectories])
-    counts = np.array([len(t.tokens) for t in trajectories])  # response tokens of each
+    counts = np.array([len(t.versions) for t in trajectories])  # sampled tokens of each
     ends = lengths.cumsum()
     starts = ends - lengths
-    # Token j of a response is predicted by the place before it: start + prompt + j - 1.
-    firsts = ends - counts - 1
     ids = chain.from_iterable(chain(t.prompt, t.tokens) for t in trajectories)
     integers = _ship(
         [
             np.fromiter(ids, np.int64, int(ends[-1])),
             _runs(np.zeros_like(starts), lengths),
             np.concatenate([[0], ends]),
-            _runs(firsts, counts),
-            np.fromiter(chain.from_iterable(t.tokens for t in trajectories), np.int64, int(counts.sum())),
+            _predicting(trajectories, ends),
+            np.fromiter(chain.from_iterable(t.own for t in trajectories), np.int64, int(counts.sum())),
             np.repeat((counts > 0).cumsum() - 1, counts),
             np.fromiter(chain.from_iterable(t.versions for t in trajectories), np.int64, int(counts.sum())),
             np.repeat(np.array([uses for *_, uses in rows], dtype=np.int64), counts),
@@ -181,10 +189,10 @@ def _batch(rows: list[Row], device: torch.device) -> TokenBatch:
         device,
     )
     input_ids, position_ids, offsets, predicts, targets, sequence_ids, versions, uses = integers
-    referred = all(len(t.reference_logprobs) == len(t.tokens) for t in trajectories)
+    referred = all(len(t.reference_logprobs) == len(t.versions) for t in trajectories)
     known = [t.reference_logprobs for t in trajectories] if referred else []
     truncated = any(t.log_kept for t in trajectories)
-    kept = [t.log_kept or [0.0] * len(t.tokens) for t in trajectories] if truncated else []
+    kept = [t.log_kept or [0.0] * len(t.versions) for t in trajectories] if truncated else []
     behavior_logprobs, advantages, loss_weights, reference_logprobs, log_kept = _ship(
         [
             np.fromiter(chain.from_iterable(t.behavior_logprobs for t in trajectories), np.float32, int(counts.sum())),
@@ -211,6 +219,17 @@ def _batch(rows: list[Row], device: torch.device) -> TokenBatch:
         loss_weights=loss_weights,
         log_kept=log_kept if truncated else None,
     )
+
+
+def _predicting(trajectories: Sequence[Trajectory], ends: NDArray[Any]) -> NDArray[Any]:
+    """The places that predict sampled tokens. Token j of a response is predicted by start + prompt + j - 1."""
+    counts = np.array([len(t.tokens) for t in trajectories])
+    places = _runs(ends - counts - 1, counts)
+    if not any(t.sampled for t in trajectories):
+        return places
+    sampled = chain.from_iterable(t.sampled or [True] * len(t.tokens) for t in trajectories)
+    found: NDArray[Any] = places[np.fromiter(sampled, bool, len(places))]
+    return found
 
 
 def _runs(firsts: NDArray[Any], counts: NDArray[Any]) -> NDArray[Any]:

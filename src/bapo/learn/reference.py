@@ -44,7 +44,7 @@ from torch import Tensor
 
 from bapo.learn.head import WholeModel
 from bapo.learn.learner_settings import LearnerSettings
-from bapo.learn.packing import pack_demonstrations
+from bapo.learn.packing import pack_alone
 from bapo.learn.state import fingerprint, frozen_weights
 from bapo.models.layers import without_additions
 from bapo.types import Group
@@ -94,10 +94,10 @@ class Reference:
     def add_logprobs(self, groups: Sequence[Group]) -> None:
         """Give the responses of these groups their log-probs under the reference, unless they have them."""
         compared = (t for group in groups for t in group.compared(self.settings.truncated))
-        left = [t for t in compared if len(t.reference_logprobs) < len(t.tokens)]
+        left = [t for t in compared if len(t.reference_logprobs) < len(t.versions)]
         left.sort(key=lambda t: -len(t.prompt) - len(t.tokens))  # the order in which they are packed
-        batches = pack_demonstrations(
-            ((t.prompt, t.tokens) for t in left),
+        batches = pack_alone(
+            left,
             micro_tokens=self.settings.micro_tokens,
             device=self.whole.device,
             padded=not self.whole.packed,
@@ -108,24 +108,13 @@ class Reference:
                 read = partial(self.whole.head, targets=batch.targets, temperature=self.settings.temperature)
                 logprobs = iter(self.whole(batch, read).logprobs.tolist())
                 for trajectory in islice(waiting, len(batch.offsets) - 1):
-                    found = list(islice(logprobs, len(trajectory.tokens)))
+                    found = list(islice(logprobs, len(trajectory.versions)))
                     if not all(map(math.isfinite, found)):
                         raise ValueError(
                             "learn.kl: the reference gives a token of a response a log-prob that is not finite, so "
                             "there is no distance to it. Set model.dtype='float32', or learn.kl=0."
                         )
                     trajectory.reference_logprobs = found
-
-
-def check_referred(groups: Sequence[Group], settings: LearnerSettings) -> None:
-    """Refuse responses without the log-probs that learn.kl or learn.kl_in_reward asks for, if one of them does."""
-    compared = (t for group in groups if settings.refers for t in group.compared(settings.truncated))
-    if any(len(t.reference_logprobs) < len(t.tokens) for t in compared):
-        key = "kl" if settings.kl else "kl_in_reward"
-        raise ValueError(
-            f"learn.{key}={getattr(settings, key):g}, but some tokens have no log-prob under the reference. Give the "
-            "learner its reference before the first step."
-        )
 
 
 def mean_gap(groups: Sequence[Group], settings: LearnerSettings) -> float:

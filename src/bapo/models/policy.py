@@ -12,7 +12,7 @@ and a sampler that knows only one of them runs past the other.
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -42,23 +42,24 @@ class Policy:
     adapters: Any = None
     """peft's view of the model if low-rank additions are trained; None if all weights are trained."""
 
-    def encode(self, prompt: str | list[Message]) -> list[int]:
-        """Token ids of a prompt, up to where the response begins."""
+    def encode(self, prompt: str | list[Message], tools: Sequence[Any] | None = None) -> list[int]:
+        """Token ids of a prompt, up to where the response begins. `tools`: those that it describes, as JSON schemas."""
         if not isinstance(prompt, str) and self.tokenizer.chat_template is None:
             prompt = "\n\n".join(message["content"] for message in prompt)
-        if isinstance(prompt, str) and not self.chat:
+        if isinstance(prompt, str) and not (self.chat or tools):
             ids = encoded(self.tokenizer, prompt)
             return ids if ids[: len(self._opening)] == self._opening else [*self._opening, *ids]
-        chat = self.chat_text([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+        chat = self.chat_text([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, tools)
         return encoded(self.tokenizer, chat)
 
-    def chat_text(self, messages: list[Message]) -> str:
+    def chat_text(self, messages: list[Message], tools: Sequence[Any] | None = None) -> str:
         """A chat as the model's template writes it, up to where the response begins."""
         refuse((not messages, "a prompt is a chat without messages, so there is nothing to answer. Give it some."))
         if self.system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
         try:
-            return render(self.tokenizer, messages, add_generation_prompt=True, **self.template_options)
+            options = {**self.template_options, **({"tools": list(tools)} if tools else {})}
+            return render(self.tokenizer, messages, add_generation_prompt=True, **options)
         except Exception as error:  # a template is a program of the model's authors
             roles = ", ".join(message["role"] for message in messages)
             reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"

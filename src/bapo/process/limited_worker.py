@@ -45,10 +45,12 @@ from typing import Any, NoReturn
 
 from bapo.process import found_in
 
-__all__ = ["OUT_OF_MEMORY", "describe", "receive", "send"]
+__all__ = ["DATA", "OUT_OF_MEMORY", "describe", "in_use", "receive", "send"]
 
 OUT_OF_MEMORY = 77
 """Exit status of a child that ran out of memory."""
+ADDRESSES, DATA = 0, 5
+"""Columns of /proc/self/statm: address space, and what of it can be written and is nobody else's."""
 MAX_CAUSE = 200
 """How many characters of an exception's message are passed on."""
 
@@ -117,7 +119,7 @@ def _serve(connection: socket.socket, function: Callable[..., Any], memory_mb: i
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         _give_way()
-        at_start = _address_space()
+        at_start = in_use(ADDRESSES)
         if memory_mb and at_start:
             resource.setrlimit(resource.RLIMIT_AS, (at_start + memory_mb * 2**20,) * 2)
         grown = False
@@ -138,7 +140,7 @@ def _serve(connection: socket.socket, function: Callable[..., Any], memory_mb: i
             signal.setitimer(signal.ITIMER_REAL, 0)
             connection.sendall(reply)
             busy[0] = 0
-            grown = bool(memory_mb) and _address_space() - at_start > memory_mb * 2**19
+            grown = bool(memory_mb) and in_use(ADDRESSES) - at_start > memory_mb * 2**19
     except MemoryError:
         status = OUT_OF_MEMORY
     except BaseException:
@@ -150,7 +152,7 @@ def _serve(connection: socket.socket, function: Callable[..., Any], memory_mb: i
 def _serve_for_good(connection: socket.socket, function: Callable[..., Any], memory_mb: int) -> int:
     """Answer calls in this process until the owner hangs up. Each result is sent as soon as it is known."""
     _give_way()
-    at_start = _data()
+    at_start = in_use(DATA)
     if memory_mb and at_start:
         resource.setrlimit(resource.RLIMIT_DATA, (at_start + memory_mb * 2**20,) * 2)
     with contextlib.suppress(EOFError, OSError):
@@ -159,7 +161,7 @@ def _serve_for_good(connection: socket.socket, function: Callable[..., Any], mem
                 function(receive(connection), lambda *result: send(connection, result))
             except MemoryError:
                 os._exit(OUT_OF_MEMORY)
-            send(connection, {"grown": bool(memory_mb) and _data() - at_start > memory_mb * 2**19})
+            send(connection, {"grown": bool(memory_mb) and in_use(DATA) - at_start > memory_mb * 2**19})
     return 0
 
 
@@ -214,17 +216,8 @@ def _exactly(connection: socket.socket, count: int) -> bytearray:
     return data
 
 
-def _address_space() -> int:
-    """Bytes of address space in use; 0 where the system does not report it."""
-    return _pages(0)
-
-
-def _data() -> int:
-    """Bytes of them that can be written and are nobody else's."""
-    return _pages(5)
-
-
-def _pages(column: int) -> int:
+def in_use(column: int) -> int:
+    """Bytes of this kind that are in use; 0 where the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[column]) * resource.getpagesize()
     except OSError:

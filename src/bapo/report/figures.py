@@ -36,7 +36,9 @@ SHARES = {
 
 def figures(arms: Sequence[Arm]) -> list[Figure]:
     """Every figure, in the order of the page. One arm has no figures that set arms against each other."""
+    played = any("turns" in line for arm in arms for run in arm.runs for line in run.rollouts)
     chosen = [make for make in FIGURES if len(arms) > 1 or make not in OF_SEVERAL]
+    chosen = [make for make in chosen if played or make is not episodes]
     return [make(arms) | {"folded": make in FOR_EXPERTS} for make in chosen]
 
 
@@ -80,6 +82,28 @@ def dynamics(arms: Sequence[Arm]) -> Figure:
             curves(arms, "entropy", "Entropy of trained tokens, nats per token"),
             curves(arms, "clip_fraction", "Share of tokens that the clip blocks"),
             curves(arms, "grad_norm", "Gradient norm before clipping"),
+        ],
+    )
+
+
+def episodes(arms: Sequence[Arm]) -> Figure:
+    """How conversations with environments went."""
+    ended = {
+        "answered": "Episodes that the environment ended",
+        "turns": "Episodes that the limit of turns ended",
+        "context": "Episodes that the limit of tokens ended",
+        "environment_failed": "Episodes whose environment failed",
+        "grader_failed": "Episodes whose reward could not be computed",
+    }
+    happened = [key for key in ended if any(x for a in arms for run in a.runs for x in run.series(f"endings/{key}"))]
+    return figure(
+        "episodes",
+        ("Episodes", None),
+        "Turns of the policy, tokens that the environment said, and how episodes ended, in each step.",
+        [
+            curves(arms, "turns", "Turns per response", lines="rollouts"),
+            curves(arms, "observed", "Tokens per response that the environment said", lines="rollouts"),
+            *(curves(arms, f"endings/{key}", ended[key], lines="rollouts") for key in happened),
         ],
     )
 
@@ -249,7 +273,7 @@ def staleness(arms: Sequence[Arm]) -> Figure:
 
 
 FIGURES: tuple[Callable[[Sequence[Arm]], Figure], ...] = (
-    *(held_out, dynamics, lengths, by_staleness, under_partial),
+    *(held_out, dynamics, lengths, episodes, by_staleness, under_partial),
     *(balance, bounds, ratio_profile, by_use, quadrants, fixed_clips, staleness),
 )
 OF_SEVERAL = (by_staleness, under_partial, fixed_clips)  # those that set arms against each other

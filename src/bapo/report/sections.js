@@ -89,7 +89,7 @@ const sections = (() => {
       document.querySelector(".pick").focus({ preventScroll: true });
     } }, ...view.arms.map((arm, at) => make("option", { value: at, selected: at === picked ? "" : null }, `${arm.objective} · ${arm.setting} · seed ${arm.seeds[0]}`)));
     return make("section", { id: "samples" }, make("h2", {}, "Responses"),
-      make("p", {}, "One group of sampled responses at the start, in the middle and at the end of training. If several versions of the policy wrote one response, each part is tinted and starts with its version number."),
+      make("p", {}, "One group of sampled responses at the start, in the middle and at the end of training. If several versions of the policy wrote one response, each part is tinted and starts with its version number. What an environment said is framed."),
       pick, chosen.note ? make("div", { class: "note" }, chosen.note) : null,
       make("div", { class: "samples" }, ...chosen.shown.map((group) => make("article", { class: "sample" },
         make("h3", {}, group.moment), make("p", {}, `step ${group.step} · mean reward ${group.mean_reward === null ? "–" : group.mean_reward.toFixed(2)} over ${group.count} responses`),
@@ -97,14 +97,16 @@ const sections = (() => {
   }
 
   function response(one) {
-    const several = new Set(one.pieces.map(([version]) => version)).size > 1;
-    const pieces = one.pieces.map(([version, text], at) => several
+    const several = new Set(one.pieces.map(([version]) => version).filter((version) => version !== null)).size > 1;
+    const pieces = one.pieces.map(([version, text], at) => version === null
+      ? make("span", { class: "piece said", title: "the environment" }, text)
+      : several
       ? make("span", { class: "piece", style: `background: rgba(var(--version), ${(0.1 + (0.28 * at) / one.pieces.length).toFixed(2)})`, title: `version ${version}` }, make("sup", {}, String(version)), text)
       : text);
     const versions = one.versions.length && one.versions[0] !== one.versions[1] ? `versions ${one.versions[0]}–${one.versions[1]}` : one.versions.length ? `version ${one.versions[0]}` : "";
     return make("div", { class: "response" },
       make("small", {}, make("span", { class: one.reward > 0.5 ? "reward right" : "reward" }, one.reward === null ? "no reward" : `reward ${one.reward}`),
-        ...[`${one.tokens} tokens`, one.status === "stopped" ? "" : one.status, versions].filter(Boolean).map((text) => make("span", {}, text))),
+        ...[`${one.tokens} tokens`, one.ending && one.ending !== "answered" ? one.ending : one.status === "stopped" ? "" : one.status, versions].filter(Boolean).map((text) => make("span", {}, text))),
       make("pre", {}, ...pieces, one.cut ? ` … and ${one.cut} more characters` : ""));
   }
 

@@ -28,11 +28,16 @@ So if one response is dropped, its whole group is given up: every response is ma
 wasted, and the caller gets the group in `Rollout.dropped` (to draw the problem again, or to see which problems are
 lost: those with long responses). The group is never in `Rollout.groups`.
 
-A run is made of three verbs. A caller that does not wait for its engines can call them itself:
+A run is made of four verbs. A caller that does not wait for its engines can call them itself:
 
     requests   say what to submit next, with its token budget; None when this run has nothing more to ask for
     accept     take in one segment of one request
+    listen     take in what environments have answered, if there are any; those responses can be continued again
     take       return the groups that are finished and those given up; the next run begins
+
+A response that ended a turn gives its slot back, and its environment is asked while the engine samples others. `run`
+waits for all answers before it submits again. So what is sampled together does not depend on how long an environment
+takes. What it said has no version, and no number of tokens counts it.
 
 Nothing here waits or runs in parallel: `run` returns when the engine has done its work.
 """
@@ -41,6 +46,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+from bapo.environments.conversations import Conversations
 from bapo.rollout.engine import Engine, Request, Sampled, Sampling, Segment, TellSampled, sampled
 from bapo.rollout.randomness import response_seed
 from bapo.types import (
@@ -55,6 +61,9 @@ from bapo.types import (
     nothing,
     refuse,
 )
+
+ANSWER_SECONDS = 1.0
+"""How long a run waits for environments before it tells how far it is."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,8 @@ class Rollout:
     dropped: list[Group]
     """Groups given up: every response is DROPPED."""
     metrics: SchedulerMetrics
+    causes: dict[int, str] = field(default_factory=dict)
+    """Why groups were given up whose environment or grader failed, by id."""
 
 
 class Work(NamedTuple):
@@ -106,17 +117,27 @@ class _Run:
     """Responses that had tokens when the run began, by id()."""
     rested: bool = False
     """Whether it has asked for the responses that are not due. Sampling them can make their groups due."""
-    forced: set[tuple[int, bool]] = field(default_factory=set)
-    """Responses asked for because their group is due, by id(), each with what `rested` was then. None comes twice."""
+    forced: set[tuple[int, int, bool]] = field(default_factory=set)
+    """Turns asked for because their group is due, each with what `rested` was then. None comes twice."""
+    answered: dict[int, int] = field(default_factory=dict)
+    """How many answers each response had when it was last asked for, by id(), since it has rested."""
     resumed: set[int] = field(default_factory=set)
     """Responses in `begun` that have been given tokens in this run."""
 
 
-def new_group(id: int, problem: Problem, prompt_ids: Sequence[int], *, responses: int, seed: int) -> Group:
-    """A group of empty responses to one problem, each with its own seed, from (run seed, group id, index)."""
+def new_group(
+    id: int, problem: Problem, prompt_ids: Sequence[int], *, responses: int, seed: int, opened: bool = True
+) -> Group:
+    """A group of empty responses to one problem, each with its own seed, from (run seed, group id, index).
+
+    `opened`: the prompt is complete, and no environment has to say something first.
+    """
     refuse(
         (responses < 1, f"responses={responses} makes an empty group {id}. Set responses >= 1."),
-        (not prompt_ids, f"problem {problem.id!r} has no prompt tokens. Encode it with a beginning-of-sequence token."),
+        (
+            opened and not prompt_ids,
+            f"problem {problem.id!r} has no prompt tokens. Encode it with a beginning-of-sequence token.",
+        ),
     )
     return Group(
         id=id,
@@ -141,6 +162,8 @@ class Scheduler:
     """The most updates between two runs."""
     record: Record = nothing
     """It is told which groups come and go."""
+    conversations: Conversations | None = None
+    """The environments beside the responses; None: every response has one turn."""
 
     def __post_init__(self) -> None:
         most, budget, versions = self.max_response_tokens, self.token_budget, self.versions_per_run
@@ -151,6 +174,8 @@ class Scheduler:
             (self.over_age not in ("finish", "drop"), f"over_age={self.over_age!r} is neither 'finish' nor 'drop'."),
             (versions < 1, f"versions_per_run={versions}: the learner advances between runs. Set it to 1 or more."),
         )
+        if self.conversations is not None:
+            self.sampling = replace(self.sampling, stop_ids=self.conversations.ends)
         self._groups: dict[int, Group] = {}
         self._version: int | None = None
         self._next_id = self._next_request = 0
@@ -172,6 +197,8 @@ class Scheduler:
             self._groups[group.id] = group
             self._next_id = group.id + 1
             self.record("admitted", group.id)
+            if self.conversations is not None:
+                self.conversations.admit([group])
 
     def run(self, engine: Engine, *, tell: TellSampled | None = None) -> Rollout:
         """Continue the admitted responses within the budget and return the groups that became complete.
@@ -187,34 +214,48 @@ class Scheduler:
             if tell is not None:
                 tell(Sampled(asked - len(self._unfinished()), asked, self._totals.sampled_tokens - before))
 
-        while work := self.requests(engine.version):
+        while True:
+            while self.listen(ANSWER_SECONDS):
+                report()
+            if (work := self.requests(engine.version)) is None:
+                return self.take()
             report()
             for collected in sampled(engine, work.requests, self.sampling, token_budget=work.token_budget):
                 for request, segment in collected:
                     self.accept(request, segment)
                 report()
-        return self.take()
+
+    def listen(self, timeout: float) -> bool:
+        """Take in what environments have answered, and wait so long for it at most. Whether more answers will come."""
+        if self.conversations is None or not self.conversations.busy:
+            return False
+        self.conversations.listen(timeout)
+        return self.conversations.busy
 
     def requests(self, version: int) -> Work | None:
         """What an engine with the weights of this version should do next, in this order; None if this run is done.
 
-        Responses under way are not asked for again. The first call after `take` begins a run and gives up the groups
-        that are too old for it.
+        Responses under way or with their environment are not asked for again. The first call after `take` begins a run
+        and gives up the groups that are too old for it.
         """
         run = self._begin(version)
         due: list[Trajectory] = []  # of groups for which this run is the last chance
         if self.over_age == "finish":
             late = version + self.versions_per_run
             due = [t for group in self._groups.values() if self._too_old(group, late) for t in _parked(group)]
-        chosen = [t for t in self._idle(due) if (id(t), run.rested) not in run.forced]
+        chosen = [t for t in self._idle(due) if (*_turn(t), run.rested) not in run.forced]
         if chosen:
-            run.forced |= {(id(trajectory), run.rested) for trajectory in chosen}
+            run.forced |= {(*_turn(trajectory), run.rested) for trajectory in chosen}
             self._count(forced=len(chosen))
             return Work([self._request(trajectory) for trajectory in chosen], None)
+        idle = self._idle(self._unfinished())
         if run.rested:
-            return None
+            idle = [t for t in idle if len(t.answers) > run.answered.get(id(t), len(t.answers))]
+            if not idle:
+                return None
         run.rested = True
-        chosen = sorted(self._idle(self._unfinished()), key=lambda trajectory: not trajectory.tokens)
+        run.answered |= {id(t): len(t.answers) for t in (self._unfinished() if not run.answered else idle)}
+        chosen = sorted(idle, key=lambda trajectory: not trajectory.tokens)
         sampled_tokens = self._totals.sampled_tokens - run.before.sampled_tokens
         left = None if self.token_budget is None else self.token_budget - sampled_tokens
         if chosen and (left is None or left > 0):
@@ -235,6 +276,8 @@ class Scheduler:
             self._count(sampled_tokens=len(segment.tokens), wasted_tokens=len(segment.tokens))
             return
         _append(trajectory, segment)
+        if self.conversations is not None and trajectory.finished:
+            self.conversations.ended(trajectory)
         if self._run is not None and segment.tokens:
             self._run.resumed |= {id(trajectory)} & self._run.begun
         self._count(sampled_tokens=len(segment.tokens))
@@ -244,9 +287,12 @@ class Scheduler:
         _give_up(g for g in self._groups.values() if any(t.status is Status.DROPPED for t in g.trajectories))
         finished = self._take(Status.STOPPED, Status.TRUNCATED)
         dropped = self._take(Status.DROPPED)
+        causes = {} if self.conversations is None else dict(self.conversations.causes)
         for event, groups in (("finished", finished), ("dropped", dropped)):
             for group in groups:
-                self.record(event, group.id)
+                self.record(event, group.id, **({"cause": causes[group.id]} if group.id in causes else {}))
+        if self.conversations is not None:
+            self.conversations.forget([*finished, *dropped])
         before = self._totals if self._run is None else self._run.before
         self._count(
             returned_tokens=_tokens(finished),
@@ -257,7 +303,7 @@ class Scheduler:
             resumed=0 if self._run is None else len(self._run.resumed),
         )
         self._run = None
-        return Rollout(finished, dropped, self.since(before))
+        return Rollout(finished, dropped, self.since(before), causes)
 
     def _begin(self, version: int) -> _Run:
         """The run under way. If there is none, it begins, and gives up the groups that are too old for it."""
@@ -276,11 +322,12 @@ class Scheduler:
         """A request to continue this response, which is under way from now on."""
         self._next_request += 1
         self._under_way[self._next_request] = trajectory
+        left = self.max_response_tokens - len(trajectory.tokens)
         return Request(
             context=trajectory.prompt + trajectory.tokens,
             position=len(trajectory.tokens),
             seed=trajectory.seed,
-            max_new_tokens=self.max_response_tokens - len(trajectory.tokens),
+            max_new_tokens=left if self.conversations is None else self.conversations.room(trajectory),
             id=self._next_request,
         )
 
@@ -301,17 +348,14 @@ class Scheduler:
     def bookmark(self) -> Callable[[], None]:
         """What takes this scheduler and its groups back to where they are now."""
         version, next_id, totals, groups = self._version, self._next_id, self._totals, dict(self._groups)
-        grown = [(t, len(t.tokens), t.status) for group in groups.values() for t in group.trajectories]
+        marks = [trajectory.mark() for group in groups.values() for trajectory in group.trajectories]
 
         def back() -> None:
             self._version, self._next_id, self._totals, self._groups = version, next_id, totals, groups
             self._run, self._under_way = None, {}
-            for trajectory, length, status in grown:
-                for tokens in (trajectory.tokens, trajectory.versions):
-                    del tokens[length:]
-                for numbers in (trajectory.behavior_logprobs, trajectory.entropies, trajectory.log_kept):
-                    del numbers[length:]
-                trajectory.status, trajectory.reward, trajectory.shaping, trajectory.rewards = status, None, 0.0, {}
+            for mark in marks:
+                mark()
+            self._restart()
 
         return back
 
@@ -331,15 +375,22 @@ class Scheduler:
         self._totals = SchedulerMetrics(**state["totals"])
         self._groups = {group.id: group for group in map(group_from_state, state["groups"])}
         self._run, self._under_way = None, {}
+        self._restart()
+
+    def _restart(self) -> None:
+        """Begin the episodes of all groups in progress anew."""
+        if self.conversations is not None:
+            self.conversations.restart(self._groups.values())
 
     def _unfinished(self) -> list[Trajectory]:
         """Unfinished responses in the order of their groups, and within a group in the order of its responses."""
         return [trajectory for group in self._groups.values() for trajectory in _parked(group)]
 
     def _idle(self, trajectories: Iterable[Trajectory]) -> list[Trajectory]:
-        """The trajectories that no engine is working on."""
+        """The trajectories that no engine is working on, and that do not wait for their environment."""
         under_way = {id(trajectory) for trajectory in self._under_way.values()}
-        return [trajectory for trajectory in trajectories if id(trajectory) not in under_way]
+        idle = [trajectory for trajectory in trajectories if id(trajectory) not in under_way]
+        return idle if self.conversations is None else [t for t in idle if not self.conversations.waits(t)]
 
     def _too_old(self, group: Group, version: int) -> bool:
         return self.max_age is not None and group.oldest is not None and version - group.oldest > self.max_age
@@ -372,7 +423,13 @@ def _give_up(groups: Iterable[Group]) -> None:
 
 
 def _tokens(groups: Iterable[Group]) -> int:
-    return sum(len(trajectory.tokens) for group in groups for trajectory in group.trajectories)
+    """How many tokens of these groups were sampled."""
+    return sum(len(trajectory.versions) for group in groups for trajectory in group.trajectories)
+
+
+def _turn(trajectory: Trajectory) -> tuple[int, int]:
+    """Which turn of which response comes next: a response that was answered since is another turn."""
+    return id(trajectory), len(trajectory.answers)
 
 
 def _append(trajectory: Trajectory, segment: Segment) -> None:
@@ -381,6 +438,8 @@ def _append(trajectory: Trajectory, segment: Segment) -> None:
             f"the engine sampled with version {segment.versions[0]} after version {trajectory.versions[-1]}, but "
             "versions never decrease along a response. Load the newest weights before every run."
         )
+    if trajectory.sampled:
+        trajectory.sampled += [True] * len(segment.tokens)
     trajectory.tokens += segment.tokens
     trajectory.behavior_logprobs += segment.logprobs
     trajectory.entropies += segment.entropies

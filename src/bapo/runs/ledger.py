@@ -2,7 +2,7 @@
 
     admitted -> finished -> held -> trained (any number of times) -> retired, expired or evicted
                         \\-> filtered (no signal), or unscored (the verifier failed on it)
-            \\-> dropped (too old, or a response that could not go on)
+            \\-> dropped (too old, or a response that could not go on, or its environment or grader failed: `cause`)
 
 An update that was skipped because its numbers are not finite (`learn/health.py`) has used none of its groups: `skipped`
 takes `trained` back.
@@ -26,6 +26,7 @@ from typing import Any
 from bapo.config.errors import CheckpointError, ConfigError
 from bapo.config.numerals import counted
 from bapo.runs import files
+from bapo.screen.terminal import aligned
 
 FILE = "ledger.jsonl"
 RELEASED = ("retired", "expired", "evicted")
@@ -42,6 +43,7 @@ AFTER = {
 }
 """Each event, and the state that a group must be in before it."""
 USES = ("trained", "skipped")  # events that leave the state as it is
+_COMMON = {"event", "version", "groups"}
 NEEDED = {"held": ("oldest",), "trained": ("uses",)}  # facts that an event has for each of its groups
 
 
@@ -51,10 +53,10 @@ class Ledger:
     def __init__(self) -> None:
         self._lines: list[dict[str, Any]] = []
 
-    def record(self, event: str, group: int, *, version: int | None = None, **facts: int) -> None:
+    def record(self, event: str, group: int, *, version: int | None = None, **facts: int | str) -> None:
         """Note what happened to a group. Equal events in a row share a line; facts become lists beside the groups."""
         line = self._lines[-1] if self._lines else {}
-        if (line.get("event"), line.get("version")) != (event, version):
+        if (line.get("event"), line.get("version")) != (event, version) or facts.keys() != line.keys() - _COMMON:
             line = {"event": event} | ({} if version is None else {"version": version}) | {"groups": []}
             line |= {name: [] for name in facts}
             self._lines.append(line)
@@ -100,8 +102,7 @@ class Balance:
     def table(self) -> str:
         """All of it for people: what became of the groups, and each kind of mistake once."""
         rows = [(word, f"{self.states[state]:,}") for state, word in _WORDS.items() if state in self.states]
-        left, right = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
-        lines = [self._told(), *(f"  {word:<{left}}  {count:>{right}}" for word, count in rows)]
+        lines = [self._told(), *(f"  {line}" for line in (aligned(rows) if rows else ()))]
         if not self.wrong:
             return "\n".join([*lines, "the ledger balances"])
         lines.append(f"the ledger does not balance; entries that do not add up: {len(self.wrong):,}")

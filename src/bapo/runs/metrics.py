@@ -95,6 +95,13 @@ ROLLOUT = {
     "length_correct": "Mean length of those of them with a reward above one half.",
     "length_wrong": "Mean length of the others.",
     "truncated": "Share of those responses that the length limit cut off.",
+    "turns": "Mean turns of those responses; present with task.environment, like the next six.",
+    "observed": "Mean tokens of those responses that the environment said. No other number of tokens counts them.",
+    "endings/answered": "Episodes of this step that their environment ended, whatever their reward.",
+    "endings/turns": "Episodes that the limit of turns ended.",
+    "endings/context": "Episodes that the limit of tokens ended: rollout.max_tokens, or the model's context.",
+    "endings/environment_failed": "Episodes whose environment failed on every try. Their groups are dropped.",
+    "endings/grader_failed": "Episodes that got no reward, because it could not be computed. Their groups leave.",
     "kept_mass": "Mean probability that rollout.top_p, top_k and min_p kept at a token of those responses; present if "
     "one of them is set.",
     "reward_failures": "Responses on which the verifier failed. They are in failures.jsonl and are never trained on.",

@@ -15,7 +15,7 @@ import torch
 from bapo.buffer import Buffer
 from bapo.config.errors import ConfigError
 from bapo.config.numerals import counted
-from bapo.config.run import Config
+from bapo.config.run import Config, TaskConfig
 from bapo.learn.learner import Learns
 from bapo.learn.learner_settings import wrong_values
 from bapo.learn.reference import Reference, initial
@@ -27,8 +27,10 @@ from bapo.rollout.scheduler import Scheduler
 from bapo.runs.ledger import Ledger
 from bapo.tasks.countdown import Countdown
 from bapo.tasks.data.problems import within, without_overlap
+from bapo.tasks.judge import Judge
 from bapo.tasks.task import ProblemStream, Task
-from bapo.tasks.verify.scorers import DataTask, check_answers, open_scorer, overlong_penalty
+from bapo.tasks.verify.scorers import DataTask, Verifier, check_answers, open_scorer, overlong_penalty
+from bapo.train.episodes import PlayedTask, conversations_of
 from bapo.train.loop import Parts
 from bapo.train.machine import learner_settings, make_policy, on_the_cpu, slow_precision
 from bapo.train.torchrun import ALONE, SharedEngine, SharedTask, Team, make_learner
@@ -64,6 +66,7 @@ def build(config: Config, team: Team = ALONE, data: TaskData | None = None) -> P
         over_age=off.partial_over_age,
         versions_per_run=config.updates_per_step,
         record=ledger.record,
+        conversations=conversations_of(task, config, policy),
     )
     buffer = Buffer(
         batch_groups=config.learn.batch_groups,
@@ -81,6 +84,8 @@ def build(config: Config, team: Team = ALONE, data: TaskData | None = None) -> P
     )
     stream = ProblemStream(task.train, seed=config.seed)
     engine, learner, close = _workers(config, policy, task, team)  # last: whoever starts a cluster must end it
+    if isinstance(task, PlayedTask):
+        close = task.environments.close  # and there is no cluster
     return Parts(
         config=config,
         task=task if team.size == 1 else SharedTask(task, team),
@@ -106,6 +111,11 @@ def build(config: Config, team: Team = ALONE, data: TaskData | None = None) -> P
 
 def _workers(config: Config, policy: Policy, task: Task, team: Team) -> tuple[Engine, Learns, Callable[[], None]]:
     """Who samples and who learns, in this process, with the ranks beside it or in a cluster, and what ends them."""
+    if config.task.plays and (config.cluster.on or team.size > 1):
+        raise ConfigError(
+            "task.environment and task.tools are for one process that samples and learns. Start the run without "
+            "torchrun, and leave cluster.rollouts out."
+        )
     if config.cluster.on:
         if team.size > 1:
             raise ConfigError(
@@ -167,10 +177,8 @@ def make_task(config: Config, policy: Policy, data: TaskData | None = None) -> t
     return _from_data(config, policy, data)
 
 
-def _from_data(config: Config, policy: Policy, data: TaskData | None) -> tuple[Task, list[str]]:
-    chosen = config.task
-    judge = make_judge(chosen)
-    verifier = open_scorer(
+def _verifier(chosen: TaskConfig, policy: Policy, judge: Judge | None) -> Verifier:
+    return open_scorer(
         chosen.rewards,
         opens_thinking=policy.opens_thinking,
         weights=chosen.reward_weights,
@@ -181,6 +189,14 @@ def _from_data(config: Config, policy: Policy, data: TaskData | None) -> tuple[T
         isolated=chosen.reward_isolated,
         judge=judge,
     )
+
+
+def _from_data(config: Config, policy: Policy, data: TaskData | None) -> tuple[Task, list[str]]:
+    chosen = config.task
+    judge = make_judge(chosen)
+    if chosen.plays:
+        return PlayedTask(config, policy, partial(_verifier, chosen, policy, judge)), []
+    verifier = _verifier(chosen, policy, judge)
     data = data or load_task(chosen, whole_rows=verifier.takes_columns)
     notes, most = list(data.notes), chosen.max_prompt_tokens
     apart = "task.test" if chosen.test else "task.holdout"

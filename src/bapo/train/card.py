@@ -17,8 +17,9 @@ from bapo import __version__
 from bapo.config.learning import LearnConfig
 from bapo.config.numerals import counted
 from bapo.config.run import Config
-from bapo.config.sections import ObjectiveConfig, OffPolicyConfig, TaskConfig
+from bapo.config.sections import ObjectiveConfig, OffPolicyConfig
 from bapo.config.sft import SftConfig
+from bapo.config.task import TaskConfig
 from bapo.rollout.engine import Sampling
 from bapo.runs import files, ledger
 from bapo.screen.terminal import say

@@ -9,15 +9,13 @@
 
 Nothing is changed before all of these are known to be right. A value of the wrong kind would otherwise stop the run
 somewhere in a later step.
-
-A stop may also take a run back without a checkpoint, to where it was before the step under way: `bookmark`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -34,7 +32,6 @@ from bapo.runs.history import Changes
 from bapo.runs.read import logged_steps
 from bapo.runs.write import RunDirectory
 from bapo.train import checkpoint
-from bapo.train.loop import Parts, RunState
 from bapo.types import Group, Problem
 
 Kind = TypeVar("Kind", Config, SftConfig)
@@ -259,12 +256,12 @@ def check_state(state: dict[str, Any], problems: Iterable[Problem], vocabulary: 
 def _wrong_in(group: Group, *, newest: int, vocabulary: int) -> str:
     """What cannot be in one of its responses; empty if all of them are possible."""
     for each in group.trajectories:
-        tokens, versions = each.tokens, each.versions
-        if not len(tokens) == len(each.behavior_logprobs) == len(versions):
+        tokens, versions, sampled = each.tokens, each.versions, len(each.own)
+        if len(each.sampled) not in (0, len(tokens)) or not sampled == len(each.behavior_logprobs) == len(versions):
             return "lists of different lengths"
-        if len(each.log_kept) not in (0, len(tokens)):
+        if len(each.log_kept) not in (0, sampled):
             return "log-masses of some tokens only"
-        if len(each.entropies) > len(tokens):  # some engines give none
+        if len(each.entropies) > sampled:  # some engines give none
             return "more entropies than tokens"
         if versions != sorted(versions) or not all(0 <= version <= newest for version in versions):
             return "versions that are not in order, or newer than the learner's"
@@ -273,16 +270,3 @@ def _wrong_in(group: Group, *, newest: int, vocabulary: int) -> str:
         if not all(isfinite(reward or 0.0) for reward in (each.reward, each.shaping, *each.rewards.values())):
             return "a reward that is not finite"
     return ""
-
-
-def bookmark(parts: Parts, state: RunState) -> Callable[[], None]:
-    """What takes a run back to where it is now, from a step whose rollout has not come to the buffer yet."""
-    kept, cursor, back = replace(state, windows=list(state.windows)), parts.stream.cursor, parts.scheduler.bookmark()
-
-    def undo() -> None:
-        vars(state).update(vars(kept))
-        parts.stream.cursor = cursor
-        back()
-        parts.ledger.take()
-
-    return undo

@@ -2,7 +2,10 @@
 
 A verifier may fail: it may run out of time or memory, crash, or raise. Then the response has no reward, which is
 different from a reward of 0: it leaves its group, is logged with the cause and is never trained on. A group with fewer
-than two responses left has nothing to compare and is left out as a whole.
+than two responses left has nothing to compare and is left out as a whole. So is a group of episodes if one of them has
+no reward: a group of conversations is scored as a whole, or not at all.
+
+An environment may have given an episode a reward of its own. Otherwise the task's verifier scores the transcript.
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ from dataclasses import dataclass, replace
 from math import exp
 from typing import Any
 
+from bapo.environments.conversations import ENDINGS, FAILED, GRADER_FAILED, reward_of, turns_of
+from bapo.rollout.scheduler import Rollout
 from bapo.runs.metrics import EACH_REWARD
 from bapo.tasks.task import Rewarded, Task, following, mostly_why
-from bapo.types import Group, ResponseText, Status, Trajectory
+from bapo.types import Group, ResponseText, Score, Status
 
 
 @dataclass(frozen=True)
@@ -104,18 +109,35 @@ def score(
 ) -> Scored:
     """Score every response by its text without the stop token. Raises StopAsked if a stop should not wait for it."""
     asked = [(group, trajectory) for group in groups for trajectory in group.trajectories]
-    texts = [ResponseText(decode(_without_stop(trajectory)), trajectory.tokens) for _, trajectory in asked]
-    with following(len(asked), tell):
-        scores = task.scores([(group.problem, text) for (group, _), text in zip(asked, texts, strict=True)])
+    texts = [ResponseText(decode(trajectory.transcript), trajectory.tokens) for _, trajectory in asked]
+    own = [reward_of(trajectory.answers) for _, trajectory in asked]
+    left = [(g.problem, text) for (g, _), text, reward in zip(asked, texts, own, strict=True) if reward is None]
+    with following(len(left), tell):
+        given = iter(task.scores(left))
+    scores = [next(given) if reward is None else Score(reward) for reward in own]
     failures = []
     for (group, trajectory), text, result in zip(asked, texts, scores, strict=True):
         trajectory.reward, trajectory.rewards = result.reward, result.rewards
         trajectory.shaping = overlong(len(trajectory.tokens))
         if result.reward is None:
+            trajectory.ending = trajectory.ending and GRADER_FAILED
             failures.append(Failure(group.id, group.problem.id, str(text), result.failure))
     whole = [rewarded for group in groups if (rewarded := _rewarded(group))]
     judged = (sum(result.read for result in scores), sum(result.written for result in scores))
     return Scored(whole, failures, len(groups), len(asked), judged)
+
+
+def with_given_up(scored: Scored, rollout: Rollout, decode: Callable[[list[int]], str]) -> Scored:
+    """What was scored, with the failures of groups that were given up because an environment or a grader failed."""
+    causes = rollout.causes
+    given_up = [group for group in rollout.dropped if group.id in causes]
+    failures = [
+        Failure(group.id, group.problem.id, decode(trajectory.tokens), causes[group.id])
+        for group in given_up
+        for trajectory in group.trajectories
+        if trajectory.ending in FAILED
+    ]
+    return together([scored, Scored([], failures, len(given_up), len(failures))])
 
 
 def unscored(groups: Sequence[Group], scored: Scored) -> list[Group]:
@@ -124,16 +146,13 @@ def unscored(groups: Sequence[Group], scored: Scored) -> list[Group]:
     return [group for group in groups if group.id not in kept]
 
 
-def _without_stop(trajectory: Trajectory) -> list[int]:
-    return trajectory.tokens[:-1] if trajectory.status is Status.STOPPED else trajectory.tokens
-
-
 def _rewarded(group: Group) -> Group | None:
     """The group with only those responses that have a reward; None if they are too few to compare."""
     left = [trajectory for trajectory in group.trajectories if trajectory.reward is not None]
     if len(left) == len(group.trajectories):
         return group
-    return replace(group, trajectories=left) if len(left) > 1 else None
+    whole = any(trajectory.ending for trajectory in group.trajectories)
+    return replace(group, trajectories=left) if len(left) > 1 and not whole else None
 
 
 def warning(
@@ -158,11 +177,16 @@ def warning(
     return ""
 
 
-def response_metrics(groups: Sequence[Group], failures: int, judged: tuple[int, int] = (0, 0)) -> dict[str, Any]:
-    """Rewards and lengths of the finished responses. A mean over no responses has no key."""
+def response_metrics(
+    groups: Sequence[Group],
+    failures: int,
+    judged: tuple[int, int] = (0, 0),
+    dropped: Sequence[Group] = (),
+) -> dict[str, Any]:
+    """Rewards and lengths of the finished responses, and how episodes ended. A mean over no responses has no key."""
     scored = [(t.reward, t) for group in groups for t in group.trajectories if t.reward is not None]
-    right = [len(t.tokens) for reward, t in scored if reward > 0.5]
-    wrong = [len(t.tokens) for reward, t in scored if reward <= 0.5]
+    right = [len(t.versions) for reward, t in scored if reward > 0.5]
+    wrong = [len(t.versions) for reward, t in scored if reward <= 0.5]
     named = scored[0][1].rewards if scored else ()
     means: dict[str, list[Any]] = {
         "reward": [reward for reward, _ in scored],
@@ -170,13 +194,17 @@ def response_metrics(groups: Sequence[Group], failures: int, judged: tuple[int, 
         "length_correct": right,
         "length_wrong": wrong,
         "truncated": [t.status is Status.TRUNCATED for _, t in scored],
+        "turns": [turns_of(t) for _, t in scored if t.ending],
+        "observed": [len(t.tokens) - len(t.versions) for _, t in scored if t.ending],
         "kept_mass": [exp(mass) for _, t in scored for mass in t.log_kept],
         **{
             f"{EACH_REWARD}{name}": [value for _, t in scored if (value := t.rewards[name]) is not None]
             for name in named
         },
     }
+    endings = Counter(t.ending for group in (*groups, *dropped) for t in group.trajectories if t.ending)
     return {name: sum(values) / len(values) for name, values in means.items() if values} | {
+        **({f"endings/{name.replace(' ', '_')}": endings[name] for name in ENDINGS} if endings else {}),
         "reward_failures": failures,
         **({"judge_read": judged[0], "judge_written": judged[1]} if any(judged) else {}),
     }

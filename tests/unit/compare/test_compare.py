@@ -10,11 +10,10 @@ import time
 
 import pytest
 
-from bapo.compare import compare, load_grid
+from bapo.compare import collect, compare, load_grid, table_lines
 from bapo.compare.grid import State
 from bapo.compare.jobs import default_parallel, make_plan, threads_for
 from bapo.compare.progress import LiveProgress, PlainProgress
-from bapo.compare.results import collect, table_lines
 from bapo.config.errors import ConfigError
 from bapo.config.placement import available_cores
 from bapo.config.words import merged

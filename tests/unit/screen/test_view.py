@@ -250,7 +250,7 @@ def test_live_screen_shows_every_value_and_fits_24_lines_of_80():
     def tell(view):
         for step in range(1, 13):
             moved = {"reward": METRICS["reward"] - 0.01 * (12 - step), "used_low": 0.8 + step / 100}
-            moved |= {"truncated": 0.5, "reward_failures": 2}
+            moved |= {"truncated": 0.5, "reward_failures": 2, "turns": 5.6, "endings/answered": 17}
             view.step(step, METRICS | moved, TIMING)
         view.sample("3,7,2=13:", "3+7+2=12;7+3*2=13." * 40, 1.0)
 

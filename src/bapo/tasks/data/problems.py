@@ -25,7 +25,18 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, TypeVar
 
-from bapo.tasks.data.columns import Prompt, extra_of, look_up, pair_of, problem_of, without_marks
+from bapo.tasks.data.columns import (
+    ANSWERS,
+    PROMPTS,
+    Prompt,
+    answer_of,
+    extra_of,
+    look_up,
+    pair_of,
+    problem_of,
+    prompt_of,
+    without_marks,
+)
 from bapo.tasks.data.rows import Row
 from bapo.tasks.data.sources import BOXED, SLOT, Source, resolve, source_rows
 from bapo.types import Problem
@@ -109,6 +120,30 @@ def load_problems(
     return _reported(sources, list(problems.values()), counts, ("problem", "answer"), first_conflict)
 
 
+def load_rows(sources: Sequence[str], prompt_column: str | None, answer_column: str | None) -> list[Problem]:
+    """Every row as a problem with all of its columns, for environments: prompt and answer may be missing.
+
+    Rows may be equal, so the id of each is a hash of its columns and of how often they came before.
+    """
+    problems, times = list[Problem](), Counter[str]()
+    for source in [resolve(name) for name in sources]:
+        for row in source_rows(source):
+            with _nested_too_deeply(row):
+                prompt = prompt_of(row, prompt_column) if _has(row, prompt_column, PROMPTS) else None
+                answer = answer_of(row, answer_column) if _has(row, answer_column, ANSWERS) else None
+                extra = extra_of(row, (), whole=True)
+                text = json.dumps([prompt, extra], sort_keys=True)
+            times[text] += 1
+            name = sha256(f"{times[text]} {text}".encode(errors="surrogatepass")).hexdigest()[:16]
+            problems.append(Problem(name, prompt or "", answer, source.label, extra))
+    return problems
+
+
+def _has(row: Row, column: str | None, usual: Sequence[str]) -> bool:
+    """Whether a row has a column of this kind. One that the user named must be there."""
+    return column is not None or any(name.lower() in usual for name in row.values)
+
+
 def load_demonstrations(
     sources: Sequence[str],
     *,
@@ -139,16 +174,12 @@ def _read(
 ) -> Iterator[tuple[Source, Row, Prompt, Any]]:
     """What `read` finds in the rows of all sources, in order. Rows without a prompt or its answer are only counted.
 
-    Before anything is read, it refuses a missing source, an empty list, and a template that would lose the prompt.
+    Before anything is read, it refuses a missing source, and a template that would lose the prompt.
     """
     if template is not None and SLOT not in template:
         raise ValueError(
             f"template={template!r} has no place for the prompt. Write {SLOT} where the prompt belongs, "
             f"for example {SLOT + ' ' + BOXED!r}."
-        )
-    if isinstance(sources, str) or not sources:
-        raise ValueError(
-            f"sources={sources!r} is not a list of names. Give a list of files, directories, hub names or benchmarks."
         )
     for source in [resolve(name) for name in sources]:
         for row in source_rows(source):

@@ -1,4 +1,4 @@
-"""Finds the reward function that `module:function` names, and judges its signature before it is ever called.
+"""Finds the function that `module:function` names, and judges a reward function's signature before it is ever called.
 
 A function that cannot be found or called is refused with the names that the user gave and the files that are there.
 Functions written for TRL and verl are recognised by their parameters: TRL's take lists and return a list, ours and
@@ -62,14 +62,15 @@ class Signature(NamedTuple):
     """Whether it takes others besides."""
 
 
-def find_function(name: str) -> Callable[..., Any]:
+def find_function(name: str, what: str = "reward function", *, or_dict: bool = False) -> Any:
     """The function that `module:function` names. Its module may be in the current directory (`bapo.process.found_in`).
 
-    Raises a ValueError that says what was not found, and where.
+    Raises a ValueError that says what was not found, and where. `what`: what it calls the name; `or_dict`: it may also
+    be a dict of functions.
     """
     module_name, colon, function_name = name.partition(":")
     if not (colon and module_name and function_name) or "/" in name or module_name.endswith(".py"):
-        raise ValueError(f"reward function {name!r} is not of the form module:function. {written_as(name)}")
+        raise ValueError(f"{what} {name!r} is not of the form module:function. {written_as(name)}")
     here = os.getcwd()
     importlib.invalidate_caches()  # the file may be new
     try:
@@ -78,7 +79,7 @@ def find_function(name: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise ValueError(
-                f"reward function {name!r}: {module_name} imports {error.name}, which is missing. Install it."
+                f"{what} {name!r}: {module_name} imports {error.name}, which is missing. Install it."
             ) from error
         files = (module for module in _modules() if function_name in _functions_of(Path(f"{module}.py")))
         found = " or ".join(f"{module}:{function_name}" for module in files)
@@ -88,23 +89,23 @@ def find_function(name: str) -> Callable[..., Any]:
             (f"{place} is compiled, and only .py files run. " for place in places if Path(place).exists()), ""
         )
         raise ValueError(
-            f"reward function {name!r}: there is no module {error.name!r} in {here} or on Python's path. "
+            f"{what} {name!r}: there is no module {error.name!r} in {here} or on Python's path. "
             f"{compiled}{hint} from the directory that holds its file, or install its package."
         ) from error
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         raise ValueError(
-            f"reward function {name!r}: importing {module_name} failed: {describe(error)}. Correct it, and put "
+            f"{what} {name!r}: importing {module_name} failed: {describe(error)}. Correct it, and put "
             "what belongs to a script under `if __name__ == '__main__':`."
         ) from error
     function = getattr(module, function_name, None)
-    if not callable(function):
+    if not (callable(function) or (or_dict and isinstance(function, dict) and function)):
         defined = [key for key, value in vars(module).items() if callable(value)]
         near = difflib.get_close_matches(function_name, defined, n=3)
         hint = f"Did you mean {' or '.join(near)}?" if near else "Define it there, or name another."
-        raise ValueError(f"reward function {name!r}: {module_name} has no function {function_name!r}. {hint}")
-    return function  # type: ignore[no-any-return]
+        raise ValueError(f"{what} {name!r}: {module_name} has no function {function_name!r}. {hint}")
+    return function
 
 
 def file_of(name: str) -> str | None:
@@ -187,12 +188,8 @@ def arguments_of(signature: Signature, problem: Problem, responses: Sequence[str
         given["prompts"] = [problem.prompt] * len(responses)
         given["completions"] = [[{"role": "assistant", "content": str(one)}] if chat else str(one) for one in responses]
         given["completion_ids"] = [list(getattr(one, "tokens", ())) for one in responses]
-        given["log_extra"] = given["log_metric"] = _told_nobody
+        given["log_extra"] = given["log_metric"] = lambda name, value: None  # nobody logs what it would like to
     return {name: value for name, value in given.items() if takes_all or name in named}
-
-
-def _told_nobody(name: str, value: Any) -> None:
-    """What a function of TRL would like to have logged is not."""
 
 
 def is_async(function: Callable[..., Any]) -> bool:

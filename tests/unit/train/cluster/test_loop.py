@@ -29,7 +29,8 @@ from bapo.tasks.task import ProblemStream, followed
 from bapo.train.cluster import loop as async_loop
 from bapo.train.cluster.loop import AsyncLoop
 from bapo.train.continuing import check_ledger
-from bapo.train.loop import RunState, admit
+from bapo.train.job import RunState
+from bapo.train.loop import admit
 from bapo.train.scoring import Failing
 from bapo.types import Problem, Score, Status
 

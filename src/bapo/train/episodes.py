@@ -1,0 +1,133 @@
+"""Makes what a run with environments needs: problems, the processes of episodes, and the script of its conversations.
+
+Rewards come from the environment (`get_reward`, the steps of a game), from reward functions written for TRL, which are
+called beside the environment, or from the task's other rewards, which score the whole transcript. An environment may
+need no data: then each problem is a seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from bapo.config.run import Config
+from bapo.config.task import CALCULATOR
+from bapo.environments.calculator import Calculator
+from bapo.environments.calls import FORMATS
+from bapo.environments.conversations import Conversations
+from bapo.environments.episode import Environments
+from bapo.environments.hosted import Hosted, Recipe, row_of
+from bapo.environments.script import PolicyScript, tool_format
+from bapo.models import Policy
+from bapo.tasks.data.problems import hold_out, load_rows
+from bapo.tasks.task import Task
+from bapo.tasks.verify.scorers import Verifier
+from bapo.types import Problem, Score, refuse
+
+UNGRADED = "the environment gave no reward"
+
+
+class PlayedTask:
+    """Problems that are answered in several turns."""
+
+    def __init__(self, config: Config, policy: Policy, verifier: Callable[[], Verifier]) -> None:
+        """`verifier`: opens what scores transcripts, if the environment does not."""
+        task = config.task
+        self.train, self.test = _rows(config)
+        rows = {str(each.extra.get("environment", "")): row_of(each) for each in reversed(self.train)}
+        weights = task.reward_weights or (1.0,) * len(task.rewards)
+        named = [(name, weight) for name, weight in zip(task.rewards, weights, strict=True) if ":" in name]
+        chosen = tool_format(policy.tokenizer) if task.tool_format == "auto" else task.tool_format
+        recipe = Recipe(
+            task.environment,
+            task.environment_options,
+            task.tools,
+            chosen if chosen in FORMATS or ":" in chosen else "",
+            named,
+        )
+        self.environments = Hosted(
+            recipe,
+            seconds=task.tool_seconds,
+            memory_mb=task.tool_memory_mb,
+            observation_tokens=task.observation_tokens,
+            rows=rows,
+        )
+        try:
+            about = self.environments.about
+            if task.name == "environment":
+                self.train = _seeds(config, "train", task.environment_train, list(about))
+                self.test = _seeds(config, "test", task.environment_test, list(about))
+            tools = {name: each["tools"] for name, each in about.items()}
+            self.script = PolicyScript(policy, tools=tools, observation_tokens=task.observation_tokens)
+            self.environments.shown = self.script.shown
+            if any(tools.values()):
+                self.environments.calls = self.script.calls_for(chosen)
+            graded = all(each["rewards"] for each in about.values())
+            left = [name for name in task.rewards if name not in self.environments.grading]
+            refuse(
+                (
+                    graded and left and "reward" in task.changed(),
+                    f"task.reward={', '.join(left)} would score nothing: {self.environments.name} has rewards of its "
+                    "own. Leave it out, or remove get_reward.",
+                ),
+                (
+                    not graded and not self._answers(),
+                    f"{self.environments.name} gives no reward, and there are no answers to compare with. Give it a "
+                    "method get_reward, set task.reward to a function that takes environments, or give data whose "
+                    "rows have an answer.",
+                ),
+            )
+            self._verifier = None if graded else verifier()
+        except BaseException:
+            self.environments.close()
+            raise
+
+    def scores(self, responses: Sequence[tuple[Problem, str]]) -> list[Score]:
+        """The scores of transcripts to which their environment gave no reward."""
+        if self._verifier is None:
+            return [Score(None, UNGRADED)] * len(responses)
+        return self._verifier.scores(responses)
+
+    def _answers(self) -> bool:
+        """Whether every problem has an answer to compare with."""
+        return all(problem.answer is not None for problem in (*self.train, *self.test))
+
+
+def conversations_of(task: Task, config: Config, policy: Policy) -> Conversations | None:
+    """The episodes of a run or an evaluation, with the limits of its configuration; None if responses have one turn."""
+    environments: Environments
+    if isinstance(task, PlayedTask):
+        environments, script = task.environments, task.script
+    elif config.task.environment == CALCULATOR:
+        environments, script = Calculator(), PolicyScript(policy)
+    else:
+        return None
+    return Conversations(
+        environments,
+        script,
+        ends=policy.stop_ids | _ends(policy, environments.turn_ends),
+        max_tokens=config.rollout.max_tokens,
+        max_turns=config.task.turns,
+        max_context=getattr(policy.model.config, "max_position_embeddings", None),
+    )
+
+
+def _ends(policy: Policy, texts: tuple[str, ...]) -> set[int]:
+    """The tokens whose text ends with one of these."""
+    known = policy.tokenizer.get_vocab().values() if texts else ()
+    return {token for token in known if policy.decode([token]).endswith(texts)}
+
+
+def _rows(config: Config) -> tuple[list[Problem], list[Problem]]:
+    """The rows to train on and those held out; none where the environment makes its own problems."""
+    task = config.task
+    train = load_rows(task.train, task.prompt_column, task.answer_column)
+    if task.test:
+        return train, load_rows(task.test, task.prompt_column, task.answer_column)
+    return hold_out(train, task.holdout)
+
+
+def _seeds(config: Config, part: str, count: int, names: Sequence[str]) -> list[Problem]:
+    """Problems that are no more than a name, of which an episode has its random numbers. Environments take turns."""
+    chosen = [{"environment": name} if name else {} for name in names]
+    source = str(config.task.environment)
+    return [Problem(f"{part}-{i}", "", None, source, chosen[i % len(chosen)]) for i in range(count)]

@@ -1,0 +1,67 @@
+"""Small environments for tests: real ones, that answer by rule, at once or late, and fail when they are told to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from bapo.environments.episode import Answer, Said
+from bapo.types import Problem
+
+
+class Numbers:
+    """Text is numbers between spaces, and each is a token."""
+
+    def prompt(self, problem: Problem, opening: Said) -> list[int]:
+        return [int(each) for each in f"{problem.prompt} {opening}".split()]
+
+    def turn(self, tokens: Sequence[int]) -> str:
+        return " ".join(map(str, tokens))
+
+    def observation(self, said: Said) -> list[int]:
+        return [int(each) for each in str(said).split()]
+
+
+@dataclass
+class Ruled:
+    """Answers a turn by a rule of its text and its number, from 1; every `late`-th answer comes a call later."""
+
+    rule: Callable[[str, int], Answer]
+    opening: Callable[[Problem], Answer] = lambda problem: Answer()
+    grading: Callable[[list[str]], Answer] = lambda turns: Answer()
+    late: int = 0
+    turn_ends: tuple[str, ...] = ()
+    turns: dict[str, list[str]] = field(default_factory=dict)
+    begun: Counter[str] = field(default_factory=Counter)
+    waiting: list[list[object]] = field(default_factory=list)
+
+    def begin(self, key: str, problem: Problem) -> None:
+        assert key not in self.turns, "begun twice"
+        self.turns[key] = []
+        self.begun[key] += 1
+        self._answer(key, self.opening(problem))
+
+    def act(self, key: str, turn: str) -> None:
+        self.turns[key].append(turn)
+        self._answer(key, self.rule(turn, len(self.turns[key])))
+
+    def grade(self, key: str) -> None:
+        self._answer(key, self.grading(self.turns[key]))
+
+    def collect(self, timeout: float) -> list[tuple[str, Answer]]:
+        ready = [(key, answer) for key, answer, calls in self.waiting if not calls]
+        self.waiting = [[key, answer, calls - 1] for key, answer, calls in self.waiting if calls]
+        return ready
+
+    def end(self, key: str) -> None:
+        self.turns.pop(key, None)
+        self.waiting = [each for each in self.waiting if each[0] != key]
+
+    def close(self) -> None:
+        self.turns.clear()
+
+    def _answer(self, key: str, answer: Answer) -> None:
+        assert all(each[0] != key for each in self.waiting), "two open questions"
+        calls = len(self.waiting) % self.late if self.late else 0
+        self.waiting.append([key, answer, calls])

@@ -1,0 +1,271 @@
+"""Conversations on a real engine: turns, endings, failures, and the same responses however they are interrupted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bapo.environments.conversations import Conversations, reward_of, turns_of
+from bapo.environments.episode import Answer
+from bapo.rollout.engine import Sampling
+from bapo.rollout.local.engine import LocalEngine
+from bapo.rollout.scheduler import Scheduler, new_group
+from bapo.types import Group, Problem, Status
+from tests.environments import Numbers, Ruled
+from tests.rollouts import teacher_forced
+from tests.tiny.models import STOP, tiny
+
+ENDS = frozenset({STOP, *range(10, 16)})
+"""Tokens that end a turn: so many that turns are short."""
+SAMPLING = Sampling(stop_ids=ENDS)
+ENGINE = LocalEngine(tiny(), slots=4)
+MOST = 24
+
+
+def problem(id: int) -> Problem:
+    return Problem(id=f"p{id}", prompt=f"5 {6 + id % 8}", answer=None)
+
+
+def groups(count: int = 3, responses: int = 3) -> list[Group]:
+    return [new_group(id, problem(id), [5, 6 + id % 8], responses=responses, seed=1) for id in range(count)]
+
+
+def echo(turn: str, number: int) -> Answer:
+    """It says how long the turn was, by a number of sevens, with a reward; after three turns it is over."""
+    length = len(turn.split())
+    return Answer(" ".join(["7"] * (1 + length % 3)), over=number == 3, reward=float(length))
+
+
+def scheduler(environments: Ruled, *, retries: int = 2, max_turns: int | None = None, **options: object) -> Scheduler:
+    talk = Conversations(environments, Numbers(), ends=ENDS, max_tokens=MOST, max_turns=max_turns, retries=retries)
+    return Scheduler(SAMPLING, max_response_tokens=MOST, conversations=talk, **options)
+
+
+def run(one: Scheduler, version: int = 0):
+    ENGINE.load(ENGINE.model.named_parameters(), version=version)
+    return one.run(ENGINE)
+
+
+def finished(environments: Ruled, **options: object) -> list[Group]:
+    one = scheduler(environments, **options)
+    one.admit(groups())
+    return run(one).groups
+
+
+def everything(found: list[Group]) -> list[list[dict]]:
+    return [[dict(vars(t)) for t in group.trajectories] for group in found]
+
+
+def assert_sound(group: Group) -> None:
+    """Every response is its turns and what was said after them, and counts add up."""
+    for t in group.trajectories:
+        said = t.sampled or [True] * len(t.tokens)
+        assert len(said) == len(t.tokens) <= MOST
+        assert sum(said) == len(t.versions) == len(t.behavior_logprobs) == len(t.entropies) == len(t.own)
+        expected = [
+            (answer["at"] + i, int(token))
+            for answer in t.answers
+            if answer["tokens"]
+            for i, token in enumerate(answer["text"].split())
+        ]
+        observed = [(place, t.tokens[place]) for place, own in enumerate(said) if not own]
+        assert observed == expected
+        pairs = zip(said, said[1:], t.tokens, strict=False)
+        assert all(token in ENDS for before, after, token in pairs if before and not after)
+
+
+def test_a_conversation_has_its_turns_and_what_was_said_after_each():
+    found = finished(Ruled(echo))
+    assert [group.id for group in found] == [0, 1, 2]
+    endings = set()
+    for group in found:
+        assert_sound(group)
+        for t in group.trajectories:
+            endings.add(t.ending)
+            turns = t.answers[1:-1]
+            assert turns_of(t) == sum(token in ENDS for token in t.own) + (t.own[-1] not in ENDS)
+            assert reward_of(t.answers) == (sum(answer["reward"] for answer in turns) if turns else None)
+            assert t.status is (Status.STOPPED if t.ending == "answered" else Status.TRUNCATED)
+    assert endings == {"answered", "context"}
+
+
+def test_sampled_tokens_have_the_log_probs_of_a_full_pass_over_all_that_was_said():
+    for group in finished(Ruled(echo)):
+        for t in group.trajectories:
+            logprobs = teacher_forced(ENGINE.model, t.prompt, t.tokens, 1.0)
+            own = [i for i, sampled in enumerate(t.sampled or [True] * len(t.tokens)) if sampled]
+            assert t.behavior_logprobs == pytest.approx([float(logprobs[i][t.tokens[i]]) for i in own], abs=1e-4)
+
+
+def test_what_is_sampled_does_not_depend_on_when_answers_come():
+    assert everything(finished(Ruled(echo))) == everything(finished(Ruled(echo, late=4)))
+
+
+def test_an_opening_is_in_the_prompt():
+    found = finished(Ruled(echo, opening=lambda problem: Answer("9 9")))
+    assert all(t.prompt == [5, 6 + group.id, 9, 9] for group in found for t in group.trajectories)
+
+
+def test_the_limit_of_turns():
+    for group in finished(Ruled(echo), max_turns=2):
+        for t in group.trajectories:
+            assert t.ending in ("turns", "context")
+            assert turns_of(t) <= 2
+            if t.ending == "turns":
+                assert t.tokens[-1] in ENDS  # what was said after the last turn is recorded, and not read
+                assert (t.answers[-2]["text"], t.answers[-2]["tokens"]) != ("", 0)
+
+
+def test_a_grade_takes_the_place_of_the_sum_of_steps():
+    found = finished(Ruled(echo, grading=lambda turns: Answer(reward=len(turns) / 4)))
+    assert {reward_of(t.answers) for group in found for t in group.trajectories} <= {0.0, 0.25, 0.5, 0.75}
+
+
+# Failures
+
+
+def failing(times: int):
+    """An environment that fails on the second turn of the first episode, so many times."""
+    left = [times]
+
+    def rule(turn: str, number: int) -> Answer:
+        if number == 2 and left[0]:
+            left[0] -= 1
+            return Answer(failure="it broke")
+        return echo(turn, number)
+
+    return Ruled(rule)
+
+
+def test_an_environment_that_fails_is_tried_again_with_the_same_turns():
+    environments = failing(2)
+    assert everything(finished(environments)) == everything(finished(Ruled(echo)))
+    assert sorted(environments.begun.values())[-1] > 1
+
+
+def test_a_group_whose_environment_fails_for_good_leaves_with_the_cause():
+    told = []
+    one = scheduler(failing(3), retries=0, record=lambda event, group, **facts: told.append((event, group, facts)))
+    one.admit(groups())
+    rollout = run(one)
+    assert not rollout.groups or len(rollout.groups) + len(rollout.dropped) == 3
+    for group in rollout.dropped:
+        assert [t.status for t in group.trajectories] == [Status.DROPPED] * 3
+        assert "environment failed" in {t.ending for t in group.trajectories}
+        assert ("dropped", group.id, {"cause": "environment failed: it broke"}) in told
+    totals = one.totals()
+    assert totals.sampled_tokens == totals.returned_tokens + totals.held_tokens + totals.wasted_tokens
+    assert not one.conversations.environments.turns  # every episode was ended
+
+
+def test_a_grader_that_fails_is_another_ending():
+    one = scheduler(Ruled(echo, grading=lambda turns: Answer(failure="no judge")))
+    one.admit(groups(1))
+    rollout = run(one)
+    assert rollout.causes == {0: "grader failed: no judge"}
+    assert "grader failed" in {t.ending for t in rollout.dropped[0].trajectories}
+
+
+@pytest.mark.parametrize(
+    ("answer", "cause"),
+    [
+        (Answer(b"7"), "neither text nor messages"),
+        (Answer("7", reward=float("nan")), "no finite number"),
+        (Answer([{"role": "tool", "content": {1}}]), "cannot be recorded"),
+        (Answer("no number"), "invalid literal"),
+    ],
+)
+def test_an_answer_that_is_none_is_a_failure_with_its_cause(answer, cause):
+    one = scheduler(Ruled(lambda turn, number: answer), retries=0)
+    one.admit(groups(2))
+    rollout = run(one)
+    assert all(cause in told for told in rollout.causes.values())
+    assert rollout.causes.keys() == {group.id for group in rollout.dropped}
+    assert rollout.causes
+
+
+# Interruptions
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(3, 40), st.sampled_from([None, 1, 3]), st.booleans(), st.integers(0, 4))
+def test_every_token_is_accounted_for_in_partial_rollouts_over_turns(budget, max_age, saved, late):
+    environments = Ruled(echo, late=late)
+    over_age = "drop" if max_age == 1 else "finish"
+    one = scheduler(environments, token_budget=budget, max_age=max_age, over_age=over_age)
+    one.admit(groups())
+    seen = []
+    for version in range(60):
+        rollout = run(one, version)
+        totals = one.totals()
+        assert totals.sampled_tokens == totals.returned_tokens + totals.held_tokens + totals.wasted_tokens
+        assert max_age is not None or rollout.metrics.sampled_tokens <= budget
+        for group in rollout.groups:
+            assert_sound(group)
+            assert group.oldest is None or max_age is None or version - group.oldest <= max_age
+        seen += [group.id for group in (*rollout.groups, *rollout.dropped)]
+        if len(seen) == 3:
+            break
+        if saved:  # the process ends here: another one goes on with new environments
+            state = json.loads(json.dumps(one.state_dict()))
+            one = scheduler(Ruled(echo, late=late), token_budget=budget, max_age=max_age, over_age=over_age)
+            one.load_state_dict(state)
+    assert sorted(seen) == [0, 1, 2]
+
+
+def play(stop_after: int | None, environments_after: Ruled | None = None) -> tuple[list[Group], list[Group]]:
+    """All groups with a budget of 12 tokens per run; after some runs, another process goes on from the saved state."""
+    one = scheduler(Ruled(echo), token_budget=12)
+    one.admit(groups())
+    done, dropped = [], []
+    for version in range(30):
+        if version == stop_after:
+            state = json.loads(json.dumps(one.state_dict()))
+            one = scheduler(environments_after or Ruled(echo), token_budget=12)
+            one.load_state_dict(state)
+        rollout = run(one, version)
+        done += rollout.groups
+        dropped += rollout.dropped
+    return done, dropped
+
+
+def test_a_run_stopped_in_the_middle_of_conversations_goes_on_bit_for_bit():
+    whole, _ = play(None)
+    assert len(whole) == 3
+    for stop_after in (1, 3, 5):
+        assert everything(play(stop_after)[0]) == everything(whole)
+
+
+def test_an_environment_that_answers_differently_after_a_resume_is_named():
+    def other(turn: str, number: int) -> Answer:
+        answer = echo(turn, number)
+        return replace(answer, text=answer.text + " 8") if number == 1 else answer
+
+    one = scheduler(Ruled(echo), token_budget=12)
+    one.admit(groups(1))
+    while not any(len(t.answers) > 1 for group in one.in_progress for t in group.trajectories):
+        run(one)
+    state = one.state_dict()
+    one = scheduler(Ruled(other))
+    one.load_state_dict(json.loads(json.dumps(state)))
+    rollout = run(one)
+    assert "given the same turns, it answered differently to turn 1: text" in rollout.causes[0]
+    assert rollout.groups == []
+
+
+def test_a_bookmark_takes_conversations_back():
+    one = scheduler(Ruled(echo), token_budget=12)
+    one.admit(groups())
+    run(one)
+    before = json.dumps(one.state_dict())
+    back = one.bookmark()
+    first = run(one, 1)
+    back()
+    assert json.dumps(one.state_dict()) == before
+    again = run(one, 1)
+    assert everything(first.groups) == everything(again.groups)
+    assert first.metrics == again.metrics
