@@ -1,6 +1,7 @@
 """The judge asks vLLM's own server, which is started here with a tiny model that knows one reply by heart."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from bapo.preflight.examine import make_judge
 from bapo.tasks.verify.scorers import open_scorer
 from bapo.types import Problem
 from tests.processes import free_port
-from tests.tiny.models import untrained
+from tests.tiny.models import without_layers
 from tests.tiny.tokenizers import characters
 
 KEY = "sk-0123456789abcdef"
@@ -28,12 +29,10 @@ REPLY = "\nScore=7"
 def knows_by_heart(place):
     """A model whose layers add nothing, and whose head gives every character of the reply the next one."""
     tokenizer = characters(chat=True)
-    model = untrained(tokenizer, max_position_embeddings=1024, hidden_size=64, num_attention_heads=2, head_dim=32)
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32, "max_position_embeddings": 1024}
+    model = without_layers(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, bos_token_id=None, **sizes)
     ids = [*(tokenizer.convert_tokens_to_ids(letter) for letter in REPLY), tokenizer.eos_token_id]
     with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
         known = torch.nn.functional.normalize(model.model.embed_tokens.weight.clone(), dim=-1)
         model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(known))
         model.lm_head.weight[ids[1:]] = known[ids[:-1]]
@@ -47,27 +46,23 @@ def served(tmp_path):
     """The address of a vLLM server with that model, which wants a key."""
     knows_by_heart(tmp_path / "model")
     address = f"http://127.0.0.1:{(port := free_port())}"
-    # What `vllm serve` starts. That command wants a package of the name vllm, and the build for CPUs has another.
+    # What `vllm serve` starts. The command itself wants a package called vllm; the build for CPUs has another name.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path / "model")]
     command += ["--served-model-name", "tiny", "--port", str(port), "--host", "127.0.0.1", "--api-key", KEY]
     command += ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8"]
     quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with (tmp_path / "log").open("wb") as log:
-        server = subprocess.Popen(command, env=os.environ | quiet, stdout=log, stderr=log)
+        server = subprocess.Popen(command, env=os.environ | quiet, stdout=log, stderr=log, start_new_session=True)
     try:
-        until = time.monotonic() + 240
+        until = time.monotonic() + 480
         while not answers(f"{address}/health"):
             assert server.poll() is None, (tmp_path / "log").read_text()[-4000:]
             assert time.monotonic() < until, (tmp_path / "log").read_text()[-4000:]
             time.sleep(0.5)
         yield f"{address}/v1"
     finally:
-        server.terminate()
-        try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
 
 
 def answers(address):

@@ -23,6 +23,8 @@ STARTERS = Path(__file__).parents[1] / "starters"
 FILES = {
     "demo": {"demo.toml": "demo.toml"},
     "data": {"mine.toml": "data.toml", "rewards.py": "rewards.py.txt"},
+    "game": {"game.toml": "game.toml", "game.py": "game.py.txt"},
+    "tools": {"tools.toml": "tools.toml", "tools.py": "tools.py.txt"},
     "trl": {"train_trl.py": "trl.py.txt"},
     "verl": {"train_verl.sh": "verl.sh"},
 }
@@ -32,6 +34,8 @@ EXAMPLES = {"data": {"train.jsonl": "countdown_train.jsonl"}, "trl": {"train.jso
 NEXT = {
     "demo": ["bapo train {0} --dry-run", "bapo train {0}"],
     "data": ["bapo train {0} --dry-run", "bapo train {0}"],
+    "game": ["bapo train {0} --dry-run", "bapo train {0}"],
+    "tools": ["bapo train {0} --dry-run", "bapo train {0}"],
     "trl": ["python {0}"],
     "verl": ["MODEL=… TRAIN_FILES=… VAL_FILES=… bash {0}"],
 }
@@ -45,10 +49,14 @@ class Arguments:
     """Write commented files to start from.
 
     demo: the embedded run, written out. data: a recipe for your own problems, a reward function and example problems.
-    trl, verl: a script that stays inside TRL or verl and takes the loss from bapo. All but verl run at once, on a CPU.
+    game, tools: a recipe for several turns with an environment, and the environment. trl, verl: a script that stays
+    inside TRL or verl and takes the loss from bapo. All but tools and verl run at once, on a CPU.
     """
 
-    kind: Annotated[Positional[Literal["demo", "data", "trl", "verl"]], arg(metavar="{demo,data,trl,verl}")] = "data"
+    kind: Annotated[
+        Positional[Literal["demo", "data", "game", "tools", "trl", "verl"]],
+        arg(metavar="{demo,data,game,tools,trl,verl}"),
+    ] = "data"
     """What to start from."""
     dir: Annotated[Path, option(default="here", metavar="DIR")] = Path()
     """The directory to write into. Nothing that exists is overwritten."""

@@ -101,7 +101,7 @@ class Config(RunConfig):
         if self.learn.kl_mix != 1 and self.model.lora.rank:
             yield (
                 f"learn.kl_mix={self.learn.kl_mix:g} mixes weights, but model.lora.rank={self.model.lora.rank} trains "
-                "low-rank additions, and a mean of two of them has a higher rank. Set learn.kl_mix=1, or "
+                "LoRA adapters, and a mean of two of them has a higher rank. Set learn.kl_mix=1, or "
                 "model.lora.rank=0 to train all weights."
             )
         if self.learn.offload_optimizer and (self.model.lora.rank or self.cluster.on):

@@ -286,7 +286,7 @@ class _Script:
                 self._add(name, [self._function(one, names) for one in several], node)
             elif kind == DATA:
                 self._data(name, found, node)
-            elif of_options or opened or name == "model_init_kwargs":
+            elif of_options or opened or (inside and name == "model_init_kwargs"):
                 if kind == "LoraConfig":
                     self._add(name, kind, node)
                 elif of_options and not self.options:  # training_args, get_peft_config(model_args)

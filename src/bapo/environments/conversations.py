@@ -235,7 +235,8 @@ def turns_of(trajectory: Trajectory) -> int:
 
 def reward_of(answers: Sequence[dict[str, Any]]) -> float | None:
     """The environment's own reward for a graded episode: its grade, else the sum of its steps; None without either."""
-    *steps, grade = [None, *(answer["reward"] for answer in answers)]
+    rewards: list[float | None] = [None, *(answer["reward"] for answer in answers)]
+    *steps, grade = rewards
     given = [reward for reward in steps if reward is not None]
     return grade if grade is not None else math.fsum(given) if given else None
 

@@ -72,8 +72,9 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        with found_in(place, name.partition(":")[0]) if place else contextlib.nullcontext():
-            function = _load(name)
+        module, _, attribute = name.partition(":")
+        with found_in(place, module) if place else contextlib.nullcontext():
+            function = getattr(importlib.import_module(module), attribute)
             if lasting:
                 _die_with(int(lasting[0]))
                 about, function = function(**json.loads(lasting[1]))
@@ -189,17 +190,6 @@ def describe(error: BaseException) -> str:
         message = ""
     kind = type(error).__name__
     return f"{kind}: {message[:MAX_CAUSE]}" if message else kind
-
-
-def _load(name: str) -> Callable[..., Any]:
-    """The function that `module:function` names. Raises ValueError if there is none."""
-    module, colon, function = name.partition(":")
-    if not (module and colon and function):
-        raise ValueError(f"{name!r} does not name a function. Write it as module:function.")
-    found = getattr(importlib.import_module(module), function, None)
-    if not callable(found):
-        raise ValueError(f"{name!r} does not name a function: module {module!r} has no function {function!r}.")
-    return found  # type: ignore[no-any-return]
 
 
 def _encoded(message: Any) -> bytes:

@@ -122,8 +122,8 @@ def summary_table(title: str, rows: Sequence[tuple[str, str, str]], *, stream: T
     stream = stream or sys.stdout
     lines = [tuple(printable(cell, newline=" ") for cell in row) for row in (("", "before", "after"), *rows)]
     if not can_redraw(stream):
-        for line in (printable(title), *(f"  {row}" for row in aligned(lines))):
-            write_line(stream, line)
+        for text in (printable(title), *(f"  {row}" for row in aligned(lines))):
+            write_line(stream, text)
         return
     table = Table(box=box.ROUNDED, title=Text(printable(title), "bold"), title_justify="left", border_style="dim")
     for heading, justify, style in zip(lines[0], ("left", "right", "right"), ("", "", "bold green"), strict=True):

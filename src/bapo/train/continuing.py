@@ -32,7 +32,7 @@ from bapo.runs.history import Changes
 from bapo.runs.read import logged_steps
 from bapo.runs.write import RunDirectory
 from bapo.train import checkpoint
-from bapo.types import Group, Problem
+from bapo.types import Group, Problem, Trajectory
 
 Kind = TypeVar("Kind", Config, SftConfig)
 
@@ -261,6 +261,8 @@ def _wrong_in(group: Group, *, newest: int, vocabulary: int) -> str:
             return "lists of different lengths"
         if len(each.log_kept) not in (0, sampled):
             return "log-masses of some tokens only"
+        if not _answered(each):
+            return "answers of its environment that are not where its tokens have them"
         if len(each.entropies) > sampled:  # some engines give none
             return "more entropies than tokens"
         if versions != sorted(versions) or not all(0 <= version <= newest for version in versions):
@@ -270,3 +272,14 @@ def _wrong_in(group: Group, *, newest: int, vocabulary: int) -> str:
         if not all(isfinite(reward or 0.0) for reward in (each.reward, each.shaping, *each.rewards.values())):
             return "a reward that is not finite"
     return ""
+
+
+def _answered(response: Trajectory) -> bool:
+    """Whether what is recorded of its environment is what its tokens say."""
+    kinds = {"at": int, "tokens": int, "text": str | list, "over": bool, "reward": float | None}
+    for answer in response.answers:
+        if answer.keys() != kinds.keys() or not all(isinstance(answer[name], kind) for name, kind in kinds.items()):
+            return False
+    spans = ((answer["at"], answer["tokens"]) for answer in response.answers)
+    said = [place for begin, count in spans for place in range(begin, begin + min(count, len(response.tokens)))]
+    return said == [place for place, own in enumerate(response.sampled) if not own]

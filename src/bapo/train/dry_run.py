@@ -36,6 +36,7 @@ from bapo.train.build import (
     unreadable,
 )
 from bapo.train.card import learning_in_words, objective_in_words, sources_in_words
+from bapo.train.episodes import PlayedTask, rehearse
 from bapo.train.machine import measured_speed, prompting, resolve, slow_precision, threads_of_actor
 from bapo.types import Problem
 
@@ -191,6 +192,10 @@ def _task(config: Config, policy: Policy | None, task: Task | None, notes: list[
     sizes = f"{counted(len(task.train), 'problem')} to train on, {len(task.test):,} held out"
     asked = f"{config.eval.problems:,} of them evaluated, {counted(config.eval.k, 'response')} each"
     yield _line("data", "\n".join(filter(None, (f"{config.task.name}: {sizes}, {asked}", "; ".join(notes)))))
+    if isinstance(task, PlayedTask):
+        for label, text in rehearse(task, policy):
+            yield _line(label, printable(text if len(text) <= SHOWN else f"{text[:SHOWN]} …"))
+        return
     problem = task.train[0]
     text = printable(policy.decode(policy.encode(problem.prompt)))
     yield _line("prompt", text if len(text) <= SHOWN else f"{text[:SHOWN]} …")

@@ -7,14 +7,17 @@ need no data: then each problem is a seed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+from bapo.config.numerals import counted
 from bapo.config.run import Config
 from bapo.config.task import CALCULATOR
 from bapo.environments.calculator import Calculator
 from bapo.environments.calls import FORMATS
 from bapo.environments.conversations import Conversations
-from bapo.environments.episode import Environments
+from bapo.environments.episode import Answer, Environments
 from bapo.environments.hosted import Hosted, Recipe, row_of
 from bapo.environments.script import PolicyScript, tool_format
 from bapo.models import Policy
@@ -23,6 +26,9 @@ from bapo.tasks.task import Task
 from bapo.tasks.verify.scorers import Verifier
 from bapo.types import Problem, Score, refuse
 
+REHEARSAL = "rehearsal"
+EXAMPLES: dict[str, Any] = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
+"""An argument of each type; of any other, a text."""
 UNGRADED = "the environment gave no reward"
 
 
@@ -37,6 +43,7 @@ class PlayedTask:
         weights = task.reward_weights or (1.0,) * len(task.rewards)
         named = [(name, weight) for name, weight in zip(task.rewards, weights, strict=True) if ":" in name]
         chosen = tool_format(policy.tokenizer) if task.tool_format == "auto" else task.tool_format
+        self.tool_format = chosen
         recipe = Recipe(
             task.environment,
             task.environment_options,
@@ -131,3 +138,51 @@ def _seeds(config: Config, part: str, count: int, names: Sequence[str]) -> list[
     chosen = [{"environment": name} if name else {} for name in names]
     source = str(config.task.environment)
     return [Problem(f"{part}-{i}", "", None, source, chosen[i % len(chosen)]) for i in range(count)]
+
+
+def rehearse(task: PlayedTask, policy: Policy) -> Iterator[tuple[str, str]]:
+    """The first problem's episode with a turn that nobody sampled, in words: for a tool, a call with any arguments."""
+    problem, environments, script = task.train[0], task.environments, task.script
+    schemas = environments.about[str(problem.extra.get("environment", ""))]["tools"]
+    turn = _called(schemas[0]["function"], task.tool_format) if schemas else "0"
+    environments.begin(REHEARSAL, problem)
+    (began,) = _answered(environments)
+    if not began.failure:
+        yield "prompt", policy.decode(script.prompt(problem, began.text))
+        environments.act(REHEARSAL, turn)
+        (said,) = _answered(environments)
+        yield "turn", f"{turn}\nsaid by this dry run; the tokens of a model's turns are trained on"
+        if not said.failure:
+            environments.grade(REHEARSAL)
+            (graded,) = _answered(environments)
+            tokens = script.observation("" if said.over else said.text)
+            over = "; the episode is over" if said.over else ""
+            text = policy.decode(tokens).strip("\n")
+            yield (
+                "answer",
+                f"{text}\n{counted(len(tokens), 'token')} that are read and not trained on{over}".strip("\n"),
+            )
+            own = f"{graded.reward:g}" if graded.reward is not None else "by task.reward, from the whole transcript"
+            yield "reward", (graded.failure and f"the grader failed: {graded.failure}") or own
+            environments.end(REHEARSAL)
+            return
+        began = said
+    environments.end(REHEARSAL)
+    yield "answer", f"the environment failed: {began.failure}"
+
+
+def _answered(environments: Hosted) -> list[Answer]:
+    answers: list[tuple[str, Answer]] = []
+    while not answers:
+        answers = environments.collect(1.0)
+    return [answer for _, answer in answers]
+
+
+def _called(tool: dict[str, Any], form: str) -> str:
+    """A call of this tool, as a model would write it in a format that we know."""
+    kinds = {name: kind.get("type") for name, kind in tool["parameters"].get("properties", {}).items()}
+    arguments = {name: EXAMPLES.get(str(kind), "example") for name, kind in kinds.items()}
+    if form == "llama":
+        return json.dumps({"name": tool["name"], "parameters": arguments})
+    call = json.dumps({"name": tool["name"], "arguments": arguments})
+    return f"<tool_call>{call}</tool_call>" if form == "hermes" else call

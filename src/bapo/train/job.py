@@ -1,4 +1,4 @@
-"""A job: what one kind of run does between its beginning and its end, as `life_cycle.py` drives it, and its log.
+"""A job: what one kind of run does between its beginning and its end, as `life_cycle.py` drives it; its log and steps.
 
 An update may be skipped, for one of two reasons. Each skipped update gets a line of its own kind in metrics.jsonl.
 

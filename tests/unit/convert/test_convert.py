@@ -40,7 +40,7 @@ def given_in(path):
     return words - {"args"} | ({"seed", "torch_dtype", "attn_implementation"} if "LoraConfig" in text else set())
 
 
-@pytest.mark.parametrize("name", ["quickstart.py", "several_rewards.py", "launch.sh"])
+@pytest.mark.parametrize("name", ["quickstart.py", "several_rewards.py", "launch.sh", "arrays.sh"])
 def test_a_recipe_passes_a_dry_run_and_every_setting_is_there_or_named(name, here, model, capsys):
     assert run(["convert", str(SCRIPTS / name)]) == 0
     said = capsys.readouterr().out
@@ -51,7 +51,7 @@ def test_a_recipe_passes_a_dry_run_and_every_setting_is_there_or_named(name, her
     assert [one for one in given if not re.search(rf"# .*:\d+ +(\S+\.)?{one}\b", text)] == []
     left = [line[2:] for line in text.partition("# Not taken over:\n")[2].splitlines()]
     assert left == [line[2:] for line in said.splitlines() if line.startswith("  ")]
-    if name == "launch.sh":
+    if name.endswith(".sh"):
         (here / "my_rewards").mkdir()
         (here / "my_rewards" / "gsm.py").write_text("def compute_score(response, answer): return answer in response\n")
         text = re.sub("^test = .*", "holdout = 0.25", text, flags=re.MULTILINE)  # its test file is not here

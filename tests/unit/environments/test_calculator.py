@@ -9,8 +9,9 @@ from bapo.config.run import Config
 from bapo.environments.calculator import value
 from bapo.environments.conversations import turns_of
 from bapo.screen.view import View
-from bapo.tasks.countdown import expressions
+from bapo.tasks.countdown import Countdown, expressions
 from bapo.train.build import build
+from bapo.train.continuing import check_state
 from bapo.train.job import RunState
 from bapo.train.loop import Loop
 from bapo.train.machine import resolve
@@ -35,7 +36,24 @@ def test_a_run_stopped_between_the_turns_of_conversations_resumes_bit_for_bit(tm
     assert_resumes_bit_for_bit(tmp_path, task={"environment": "calculator"})
     state = json.loads((tmp_path / "whole" / "checkpoints" / "step-000002" / "state.json").read_text())
     parked = [t for group in state["scheduler"]["groups"] for t in group["trajectories"] if t["status"] == "parked"]
-    assert any(len(t.get("answers", ())) > 1 for t in parked)  # there were conversations to go on with
+    begun = [t for t in parked if t.get("sampled")]
+    assert begun  # there were conversations to go on with
+    problems = Countdown().train
+    check_state(state, problems, vocabulary=21)
+    one = begun[0]
+    for wrong, message in (
+        ({"sampled": one["sampled"][1:]}, "lists of different lengths"),
+        ({"sampled": [True] * len(one["tokens"])}, "lists of different lengths"),
+        ({"answers": one["answers"][:-1]}, "answers of its environment"),
+        ({"answers": [*one["answers"][:-1], {**one["answers"][-1], "text": 7}]}, "answers of its environment"),
+        ({"answers": [*one["answers"][:-1], {"at": 0}]}, "answers of its environment"),
+        ({"sampled": ["yes"] * len(one["tokens"])}, "sampled"),
+    ):
+        sound = dict(one)
+        one.update(wrong)
+        with pytest.raises(ValueError, match=message):
+            check_state(state, problems, vocabulary=21)
+        one.update(sound)
 
 
 def test_a_step_with_the_calculator(tmp_path):
