@@ -1,7 +1,7 @@
 # Two commands do everything on a machine with Python 3.11+, pip, make and a compiler:
 #   make run     set up a virtual environment and train the embedded model
 #   make test    set up, lint, type-check and run the CPU tests
-# make test-docs tests pages in a browser, examples and tools, and make test-integrations the adapters, each in an environment of its own.
+# make test-docs tests pages, examples and tools, and make test-integrations the adapters, each in an environment of its own.
 
 PYTHON ?= python3
 VENV   ?= .venv
