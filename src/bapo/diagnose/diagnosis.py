@@ -40,7 +40,7 @@ MOVES = 0.02  # adaptive bounds are worth it only if the whole path raises the s
 NOTABLE = 0.01  # blocking is mentioned only if it affects at least this share of the gradient
 NOTHING_USABLE = "No token is usable, so nothing can be said about the clip."
 HOW_TO_BRAKE = (
-    "To set the brake: in this trainer, objective.name = 'brake' (the default); in policy_loss, objective='brake' with "
+    "To set the brake: in `bapo train`, objective.name = 'brake' (the default); in policy_loss, objective='brake' with "
     "uses=; in TRL, bapo_objective='brake'; in verl, policy_loss.objective=brake (docs/adapters). For push once, "
     "write 'push_once'."
 )
@@ -204,7 +204,7 @@ def _balance(numbers: Numbers) -> str:
         not_that = f"but that is not the cause: averaged per response, the share is {even.share:.2f}"
         return f"{text}, {not_that}. Look at the advantages."
     averaged = f"A loss averaged per response (sequence_mean) would have a share of {even.share:.2f}"
-    return f"{text}. {averaged}. In this project's study that did more for avg@k than any clip."
+    return f"{text}. {averaged}. In this project's study it gained avg@k in every setting."
 
 
 def _push_once_matters(numbers: Numbers, uses: Uses) -> bool:
