@@ -111,7 +111,7 @@ def test_weights_of_another_copy_of_the_model_are_taken_over(make):
 @ENGINES
 def test_a_weight_that_nobody_knows_is_refused(make):
     engine = loaded(make)
-    with pytest.raises(ValueError, match=r"strange\.weight"):
+    with pytest.raises(AssertionError, match=r"strange\.weight"):
         engine.load([*engine.model.named_parameters(), ("strange.weight", torch.zeros(2))], version=4)
     assert engine.version == NOTHING_LOADED  # it may hold a mixture, so it must not be used
     with pytest.raises(RuntimeError, match="the engine has no weights yet"):
@@ -139,7 +139,7 @@ def test_a_weight_of_another_shape_is_not_broadcast(make):
     engine = loaded(make)
     weights = {name: parameter.detach() for name, parameter in engine.model.named_parameters()}
     name = next(name for name in weights if name.endswith("embed_tokens.weight"))
-    with pytest.raises(ValueError, match=r"embed_tokens\.weight' has shape \(1, 32\)"):
+    with pytest.raises(AssertionError, match=r"embed_tokens\.weight' has another shape"):
         engine.load((weights | {name: weights[name][:1]}).items(), version=4)
 
 
