@@ -159,7 +159,7 @@ def test_one_seed_is_one_result_bit_for_bit_watched_or_not(plain, tmp_path, monk
     told = capsys.readouterr().out
     asked = [("sampling", str(4 * line["rollout/admitted"])) for line in rollouts(plain[0])]
     evaluated = ("evaluating", "8")  # 4 problems, 2 responses each
-    asked = [evaluated, *asked, evaluated]
+    asked = [asked[0], evaluated, *asked[1:], evaluated]  # the first step comes before the evaluation of what was there
     assert re.findall(r"^(\w+): 0/(\d+) responses, 0 tokens, 0 tokens/s$", told, re.MULTILINE) == asked
     for what, count in asked:
         assert f"{what}: {count}/{count} responses" in told
@@ -259,10 +259,14 @@ def test_responses_that_the_limit_cuts_off_are_told_of_once(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_the_evaluation_before_training_scores_the_untouched_model(tmp_path, rank):
+def test_the_evaluation_before_training_scores_the_untouched_model(tmp_path, rank, capsys):
+    """It is taken after the first step, and logged before it."""
     lora = {"model": {"lora": {"rank": rank}}}
-    asked = {"problems": 5, "k": 2, "also_at": [0.0], "every": 0}
-    lines, _, out = run(tmp_path, "before", steps=1, eval=asked, **lora)
+    lines, _, out = run(
+        tmp_path, "put off", steps=1, eval={"problems": 5, "k": 2, "also_at": [0.0], "every": 0}, **lora
+    )
+    shown = capsys.readouterr().out
+    assert shown.index("step 1/1") < shown.index("evaluating the weights from before step 1")
     assert [line["kind"] for line in lines[:3]] == ["eval", "eval", "rollout"]
     parts = build(resolve(RunDirectory(out).config(Config)))
     assert parts.learner.version == 0

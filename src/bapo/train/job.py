@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, cast
@@ -60,6 +60,17 @@ class Log:
         self.trackers.send({"kind": "timing"} | line)
 
 
+@dataclass(frozen=True)
+class HeldLog(Log):
+    """Keeps the lines of metrics.jsonl until others, which belong before them, are written."""
+
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+    def metrics(self, *lines: dict[str, Any]) -> None:
+        """Keep these lines, to be written later."""
+        self.lines.extend(lines)
+
+
 class Job(ABC):
     """What one kind of run does between its beginning and its end."""
 
@@ -96,6 +107,13 @@ class Job(ABC):
     @abstractmethod
     def measure(self, log: Log, when: When) -> None:
         """Measure how good the model is now and log it."""
+
+    def measure_later(self) -> Callable[[Log], None] | None:
+        """Set aside what a measurement before training needs. Returns what measures it after the first step.
+
+        None: there is nothing to gain, or it cannot be set aside, so measure before the first step.
+        """
+        return None
 
     @abstractmethod
     def state(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -39,6 +39,7 @@ from bapo.learn.learner import Learner, Update
 from bapo.models import prompt_text
 from bapo.preflight.examine import TaskData
 from bapo.rollout.engine import Sampling
+from bapo.rollout.local.engine import LocalEngine
 from bapo.runs import files, history, ledger
 from bapo.runs.statistics import FEW_RESPONSES, MOSTLY_CUT_OFF
 from bapo.runs.write import JUDGED
@@ -58,6 +59,8 @@ from bapo.train.torchrun import ALONE, Team
 from bapo.types import OPTIONAL, Group, Trajectory
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from bapo.train.cluster.learner import RemoteLearner
 
 
@@ -201,8 +204,31 @@ class Training(Job):
             log.view.note(f"step {self.done}: held-out avg@{config.k} {found['eval/avg']:.3f}")
         else:
             log.view.note(f"evaluating on {counted(config.problems or 0, 'held-out problem')} {when} training")
-            for temperature in (config.temperature, *config.also_at):
-                self._evaluate(log, temperature, step=self.done)
+            self._evaluate_fully(log, step=self.done)
+
+    def measure_later(self) -> Callable[[Log], None] | None:
+        """Set the initial weights aside: on a CPU an evaluation takes long, and one more copy of them is cheap."""
+        if self.config.device != "cpu" or not isinstance(self.parts.engine, LocalEngine):
+            return None
+        model: Any = self.policy.model
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        aside = {name: weight.clone() for name, weight in self.learner.weights() if name in trained}
+        return partial(self._evaluate_initial, aside)
+
+    def _evaluate_initial(self, aside: dict[str, Tensor], log: Log) -> None:
+        """Evaluate the weights that were set aside, and then put those of now back."""
+        learner, engine = self.learner, self.parts.engine
+        engine.load(_exchanged(learner.weights(), aside), version=0)
+        problems = self.config.eval.problems
+        log.view.note(f"evaluating the weights from before step 1 on {counted(problems or 0, 'held-out problem')}")
+        try:
+            self._evaluate_fully(log, step=0)
+        finally:
+            engine.load(_exchanged(learner.weights(), aside), version=learner.version)
+
+    def _evaluate_fully(self, log: Log, *, step: int) -> None:
+        for temperature in (self.config.eval.temperature, *self.config.eval.also_at):
+            self._evaluate(log, temperature, step=step)
 
     def _evaluate(self, log: Log, temperature: float, *, step: int) -> dict[str, Any]:
         """Evaluate the weights that the engine has: those after this step."""
@@ -359,6 +385,20 @@ def _judged(path: Path) -> Iterator[dict[str, Any]]:
 
 def _as_lines(values: Sequence[Mapping[str, Any]]) -> bytes:
     return "".join(json.dumps(value) + "\n" for value in values).encode()
+
+
+def _exchanged(weights: Iterable[tuple[str, Tensor]], aside: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The weights that are aside in place of those of now, for an engine that shares its weights with the learner.
+
+    When a weight has been loaded, the one of now is aside in its stead. So there is never more than one copy.
+    """
+    for name, weight in weights:
+        if name not in aside:
+            yield name, weight
+            continue
+        now = weight.clone()
+        yield name, aside[name]
+        aside[name] = now
 
 
 def _recorded(group: Group) -> dict[str, Any]:
