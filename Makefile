@@ -1,7 +1,7 @@
 # Two commands do everything on a machine with Python 3.11+, pip, make and a compiler:
 #   make run     set up a virtual environment and train the embedded model
 #   make test    set up, lint, type-check and run the CPU tests
-# make test-docs tests pages, examples and tools, and make test-integrations the adapters, each in an environment of its own.
+# make test-docs tests pages in a browser, examples and tools, and make test-integrations the adapters, each in an environment of its own.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -43,16 +43,16 @@ types: $(STAMP)
 docs: $(STAMP)  ## set up, then build the documentation into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# Tests of one file share finished runs and open pages, so a file goes to one worker. Files come in their order, those with
+# Tests of one file share finished runs or open pages, so a file goes to one worker. Files come in their order, those with
 # whole runs first.
 PYTEST = $(BIN)/pytest -q -n 2 --dist loadscope --no-loadscope-reorder
-OF_DOCS := tests/docs tests/tools tests/browser/test_site_chromium.py
+OF_PAGES := tests/docs tests/tools tests/browser
 
 unit: $(STAMP)
-	OMP_NUM_THREADS=1 $(PYTEST) --durations=15 $(addprefix --ignore=,$(OF_DOCS))
+	OMP_NUM_THREADS=1 $(PYTEST) --durations=15 $(addprefix --ignore=,$(OF_PAGES))
 
-test-docs: docs  ## set up, then build the documentation, and test it, the examples and the tools
-	OMP_NUM_THREADS=1 $(PYTEST) $(OF_DOCS)
+test-docs: docs  ## set up, then build the documentation; test it, the pages of reports in a browser, examples and tools
+	OMP_NUM_THREADS=1 $(PYTEST) $(OF_PAGES)
 
 # Libraries choose instructions by the processor, and with them the order of sums. MKL and oneDNN are switched as far as
 # the processor allows; ATEN_CPU_CAPABILITY=avx2 would break torch's own attention in bfloat16 on processors with AMX.
@@ -137,7 +137,7 @@ $(TRL)/.installed: pyproject.toml constraints/base.txt constraints/trl.txt
 	test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
 	$(TRL)/bin/pip install --quiet --disable-pip-version-check -c constraints/base.txt torch
 	$(TRL)/bin/pip install --quiet --disable-pip-version-check -c constraints/base.txt -c constraints/trl.txt \
-		-e '.[trl]' peft pytest
+		-e '.[trl,math]' peft pytest
 	@touch $@
 
 # vLLM's build for CPUs, of which the image and sound libraries that it asks for cannot be imported beside this torch,

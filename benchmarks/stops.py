@@ -132,14 +132,14 @@ def members(session):
 
 
 def tree(pid):
-    from bapo.process.tree import below
+    from bapo.process.stops import below
 
     return below(pid)
 
 
 def left(known, session, seconds=12.0):
     """What does not end by itself: of these processes, and of the session. The first words of their command lines."""
-    from bapo.process.tree import processes
+    from bapo.process.stops import processes
 
     until = time.monotonic() + seconds
     while (alive := {pid for pid, _ in known & processes().keys()} | members(session)) and time.monotonic() < until:

@@ -156,20 +156,15 @@ def passes_picture() -> str:
         return max(rows[key] for rate in rates if (key := (f"{number}x-{rate}", name)) in rows)
 
     parts = [
-        text(
-            24,
-            32,
-            "More passes over the same responses cost GRPO its gain. The brake keeps most of it.",
-            "headline",
-        ),
+        text(24, 32, "More passes cost GRPO its gain. The brake keeps most of it.", "headline"),
         text(24, 56, "Right answers to held-out problems at temperature 0.6, 95% intervals over seeds", "label"),
     ]
     panels = (
         (64, "each rule at its better learning rate (16×: 3e-5)", (*PASSES, "16"), RATES),
-        (430, "learning rate 1e-4", PASSES, RATES[1:]),
+        (470, "learning rate 1e-4", PASSES, RATES[1:]),
     )
     for left, words, passes, rates in panels:
-        plot = Plot(left, 96, 270, 220, (-0.2, len(passes) - 0.8), (0.45, 0.8))
+        plot = Plot(left, 96, 245, 220, (-0.2, len(passes) - 0.8), (0.45, 0.8))
         places = {float(place): f"{number}×" for place, number in enumerate(passes)}
         frame = plot.frame(words, "passes over each sampled response", places, [0.5, 0.6, 0.7, 0.8])
         parts += [re.sub(r">0\.(\d)<", r">\g<1>0%<", part) for part in frame]

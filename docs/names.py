@@ -11,11 +11,12 @@ PREFACE = """\
 The keys here, beside what TRL (`GRPOConfig`, `ModelConfig`, peft's `LoraConfig`) and verl call the same thing. A recipe
 or a command line that uses one of their names gets the hint of this table. `bapo train --help` explains every key.
 
-`bapo convert FILE` goes by this table: it reads a script that calls TRL's `GRPOTrainer`, a GRPOConfig or verl's
-settings as JSON or YAML, or a shell script that launches verl. It writes the recipe, with TRL's or verl's own values
-where nothing is set, and says of every setting, line by line, which key it became or why it became none. The file is
-never run. What it computes when it runs is named as unknown, but for defaults of its options. Reward functions that
-stand in it are copied into a module beside the recipe.
+`bapo convert FILE …` goes by this table: it reads a script that calls TRL's `GRPOTrainer`, a GRPOConfig or verl's
+settings as JSON or YAML, or a shell script that launches TRL or verl; a script of TRL may stand together with what it is
+launched with. It writes the recipe, with TRL's or verl's own values where nothing is set. Beside every key stands which
+setting it was made from, and at the end, line by line, which settings became none and why. The files are never run.
+What a script computes when it runs is named as unknown, but for defaults of its options. Reward functions that stand in
+it are copied into a module beside the recipe.
 
 `bapo init trl` and `bapo init verl` write a script that stays inside TRL or verl and takes only the loss from bapo; see
 [TRL](../adapters/trl.md) and [verl](../adapters/verl.md).

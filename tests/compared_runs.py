@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bapo.compare.results import write_json
+from bapo.compare import write_json
 from bapo.config.recipe import parse
 from bapo.config.run import Config
 

@@ -24,7 +24,10 @@ from bapo.cli import main
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["__main__", "bapo.train.run", "bapo.train.sft", "bapo.evaluate.evaluation", "bapo.report", "bapo.learn.fsdp"]
+    [
+        *("__main__", "bapo.train.run", "bapo.train.sft", "bapo.evaluate.evaluation", "bapo.report", "bapo.learn.fsdp"),
+        "tests.forked",
+    ]
 )
 PATIENCE = 300  # seconds
 

@@ -107,7 +107,8 @@ def guarded(name: str, words: list[str]) -> int:
     """Run a command; turn every error that a person can act on into one message and an exit code."""
     command, given = COMMANDS[name], shlex.join(["bapo", name, *words])
     phase = stops.Phase.END if command.long else stops.Phase.RAISE
-    stops.begin(phase, command.remedy.stopped.format(command=given))
+    only_tells = not {"--help", "-h", "--list", "--dry-run", "--dry_run"}.isdisjoint(words)
+    stops.begin(phase, "" if only_tells else command.remedy.stopped.format(command=given))
     try:
         with stops.none_lost():
             return carry_out(name, words) or 0

@@ -14,7 +14,7 @@ import bapo as bapo_package
 from bapo.config.errors import CheckpointError
 from bapo.config.run import Config
 from bapo.train.run import Training, resume, start
-from tests.processes import bapo, bapo_anew
+from tests.processes import bapo
 
 RUN = [
     *("--device", "cpu", "--steps", "4", "--threads", "1", "--checkpoint-every", "2"),
@@ -26,7 +26,7 @@ RUN = [
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "run"
-    result = bapo_anew("train", *RUN, "--out", out)
+    result = bapo("train", *RUN, "--out", out)
     assert result.returncode == 0, result.stderr
     assert json.loads((out / "summary.json").read_text())["updates"] > 4
     return out

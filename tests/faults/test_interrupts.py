@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from bapo import cli
-from bapo.process.tree import below, processes
+from bapo.process.stops import below, processes
 from tests.processes import bapo, started
 
 

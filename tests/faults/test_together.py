@@ -79,14 +79,14 @@ def whole(place):
 
 @pytest.fixture(scope="module")
 def killed(place):
-    """A run of two ranks whose processes were killed after its first step."""
+    """A run of two ranks after whose first step one was killed: its directory, and what became of the other when."""
     processes = begun(place, "killed")
     wait_for_step(place / "killed", 1, processes)
-    for process in processes:
-        os.kill(process.pid, signal.SIGKILL)
-    ended(processes)
+    os.kill(processes[0].pid, signal.SIGKILL)
+    began = time.monotonic()
+    codes = ended(processes)
     assert not (place / "killed/summary.json").exists()
-    return place / "killed"
+    return place / "killed", codes[1], time.monotonic() - began
 
 
 def test_two_ranks_sample_and_learn_what_one_process_does(place, whole):
@@ -101,7 +101,7 @@ def test_two_ranks_sample_and_learn_what_one_process_does(place, whole):
 
 
 def test_a_killed_run_resumes_bit_for_bit_under_torchrun(whole, killed, place):
-    copy = shutil.copytree(killed, place / "again")
+    copy = shutil.copytree(killed[0], place / "again")
     done = torchrun(2, "resume", copy)
     assert done.returncode == 0, done.stderr
     for name in ("metrics.jsonl", "rollouts.jsonl", "model/model.safetensors"):
@@ -109,7 +109,7 @@ def test_a_killed_run_resumes_bit_for_bit_under_torchrun(whole, killed, place):
 
 
 def test_it_resumes_in_one_process_and_says_that_this_is_not_bit_for_bit(whole, killed, place):
-    copy = shutil.copytree(killed, place / "on-one")
+    copy = shutil.copytree(killed[0], place / "on-one")
     found = bapo("resume", copy)
     assert found.returncode == 0, found.stderr
     assert "the checkpoint was written by 2 ranks, and there are 1 now" in found.stdout
@@ -126,15 +126,12 @@ def test_a_signal_on_one_rank_stops_both_after_the_same_step(place):
     assert f"stopped after step {done}" in said(place, "stopped", 1)
 
 
-def test_a_rank_that_dies_does_not_leave_the_other_waiting(place):
-    processes = begun(place, "half")
-    wait_for_step(place / "half", 1, processes)
-    os.kill(processes[0].pid, signal.SIGKILL)
-    began = time.monotonic()
-    assert ended(processes)[1] == 1
-    assert time.monotonic() - began < PATIENCE / 2
-    assert "rank 1 lost another rank" in said(place, "half", 1)
-    assert "Traceback" not in said(place, "half", 1)
+def test_a_rank_that_dies_does_not_leave_the_other_waiting(killed, place):
+    _, code, seconds = killed
+    assert code == 1
+    assert seconds < PATIENCE / 2
+    assert "rank 1 lost another rank" in said(place, "killed", 1)
+    assert "Traceback" not in said(place, "killed", 1)
 
 
 def test_a_full_disk_on_one_rank_is_told_by_all(place):

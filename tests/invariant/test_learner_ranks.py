@@ -65,14 +65,15 @@ def found_on(tmp_path_factory):
     return found
 
 
-def limits_of(compute, case, *names):
-    """How far rounding may take these parts of what a learner alone tells."""
+@cache
+def told_alone(compute, case, *names):
+    """What a learner alone tells, and how far rounding may take these parts of it."""
 
     def told(learner):
         return {name: value for name, value in compute(learner).items() if name in names}
 
     draws = 8 if case in ROUNDED else 2  # in bfloat16, rounding may also decide the last step of the search for bounds
-    return carried(told, given=lambda: alone(case), draws=draws)
+    return compute(alone(case)), carried(told, given=lambda: alone(case), draws=draws)
 
 
 def same(ours, theirs, limits):
@@ -102,8 +103,7 @@ def same_after_one_step(ours, theirs, limits, dtype):
 @pytest.mark.parametrize(("size", "case"), [(size, case) for size, cases in ON.items() for case in cases])
 def test_ranks_take_the_updates_of_one_process(size, case, found_on):
     ranks = found_on(size)
-    expected = updated(alone(case))
-    limits = limits_of(updated, case, "metrics", "first", "both", "next")
+    expected, limits = told_alone(updated, case, "metrics", "first", "both", "next")
     dtype = torch.bfloat16 if case in ROUNDED else torch.float32
     if case == "searched":
         assert expected["metrics"][0]["stop"] in (1, 2)  # the search ended inside its path, so a wrong table would show
@@ -130,8 +130,7 @@ def test_ranks_take_the_updates_of_one_process(size, case, found_on):
 
 @pytest.mark.parametrize("size", ON)
 def test_ranks_take_the_supervised_updates_of_one_process(size, found_on):
-    expected = taught(alone())
-    limits = limits_of(taught, "searched", "metrics", "losses", "both")
+    expected, limits = told_alone(taught, "searched", "metrics", "losses", "both")
     for found in (rank["taught"] for rank in found_on(size)):
         for at, (ours, theirs) in enumerate(zip(found["metrics"], expected["metrics"], strict=True)):
             same(ours, theirs, limits["metrics"][at])

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -23,9 +22,11 @@ from bapo.rollout.engine import Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.scheduler import Scheduler
 from bapo.runs.write import RunDirectory
+from bapo.screen.view import View
 from bapo.tasks.task import ProblemStream
 from bapo.train.build import build
-from bapo.train.loop import Parts, RunState, admit, learn, take_step
+from bapo.train.job import RunState
+from bapo.train.loop import Loop, Parts, admit, learn
 from bapo.train.machine import learner_settings, resolve
 from bapo.train.run import resume, start
 from bapo.train.scoring import score
@@ -77,15 +78,11 @@ def tiny_parts(objective, buffer, **sampling):
     )
 
 
-def unwatched(what):
-    return nullcontext()
-
-
 @pytest.mark.parametrize(("objective", "sampling"), [("bapo", {}), ("grpo", {}), ("brake", {"top_p": 0.95})])
 def test_a_tiny_model_learns_a_trivial_task_off_policy(objective, sampling):
     parts = tiny_parts(objective, Buffer(batch_groups=8, reuse=4, max_staleness=16), **sampling)
-    state = RunState()
-    rollouts = [take_step(parts, state, unwatched).rollout for _ in range(parts.config.steps)]
+    loop, view = Loop(parts, RunState()), View(1, title="", clock=lambda: 0.0)
+    rollouts = [loop.take_step(view).rollout for _ in range(parts.config.steps)]
     assert all(("kept_mass" in rollout) is bool(sampling) for rollout in rollouts)
     rewards = [rollout["reward"] for rollout in rollouts]
     assert sum(rewards[:3]) / 3 < 0.2
@@ -162,7 +159,7 @@ def test_one_seed_is_one_result_bit_for_bit_watched_or_not(plain, tmp_path, monk
     told = capsys.readouterr().out
     asked = [("sampling", str(4 * line["rollout/admitted"])) for line in rollouts(plain[0])]
     evaluated = ("evaluating", "8")  # 4 problems, 2 responses each
-    asked = [asked[0], evaluated, *asked[1:], evaluated]  # the first step comes before the evaluation of what was there
+    asked = [evaluated, *asked, evaluated]
     assert re.findall(r"^(\w+): 0/(\d+) responses, 0 tokens, 0 tokens/s$", told, re.MULTILINE) == asked
     for what, count in asked:
         assert f"{what}: {count}/{count} responses" in told
@@ -262,14 +259,10 @@ def test_responses_that_the_limit_cuts_off_are_told_of_once(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_the_evaluation_before_training_scores_the_untouched_model(tmp_path, rank, capsys):
-    """It is taken after the first step, and logged before it."""
+def test_the_evaluation_before_training_scores_the_untouched_model(tmp_path, rank):
     lora = {"model": {"lora": {"rank": rank}}}
-    lines, _, out = run(
-        tmp_path, "put off", steps=1, eval={"problems": 5, "k": 2, "also_at": [0.0], "every": 0}, **lora
-    )
-    shown = capsys.readouterr().out
-    assert shown.index("step 1/1") < shown.index("evaluating the weights from before step 1")
+    asked = {"problems": 5, "k": 2, "also_at": [0.0], "every": 0}
+    lines, _, out = run(tmp_path, "before", steps=1, eval=asked, **lora)
     assert [line["kind"] for line in lines[:3]] == ["eval", "eval", "rollout"]
     parts = build(resolve(RunDirectory(out).config(Config)))
     assert parts.learner.version == 0

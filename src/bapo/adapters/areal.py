@@ -42,10 +42,7 @@ class WithinBounds:
     `bapo.adapters.shared` makes it for an objective that does not search, such as brake."""
 
     def train_batch(
-        self,
-        input_: Any,
-        loss_fn: Callable[..., Tensor],
-        loss_weight_fn: Callable[[dict[str, Any]], Tensor],
+        self, input_: Any, loss_fn: Callable[..., Tensor], loss_weight_fn: Callable[[dict[str, Any]], Tensor]
     ) -> dict[str, float]:
         """AReaL's `train_batch`, after one pass without gradients that finds the step's bounds."""
         if not (isinstance(loss_fn, functools.partial) and "eps_clip" in loss_fn.keywords):

@@ -17,14 +17,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from bapo.adapters.shared import (
-    DEFAULT_EPSILON,
-    RatioTo,
-    ignored_epsilons,
-    not_importable,
-    refuse_uses,
-    settings_of,
-)
+from bapo.adapters.shared import DEFAULT_EPSILON, RatioTo, ignored_epsilons, not_importable, refuse_uses, settings_of
 from bapo.core.controller import BoundController, as_numbers
 from bapo.core.settings import require_choice
 

@@ -35,13 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bapo.adapters.shared import (
-    averaged,
-    clamped_at,
-    depends_on_tokens_of,
-    refuse_nan,
-    warn_never_used,
-)
+from bapo.adapters.shared import averaged, clamped_at, depends_on_tokens_of, refuse_nan, warn_never_used
 from bapo.adapters.trl_config import LOSS_TYPES, TESTED_VERSIONS, BapoConfig, GRPOTrainer, check_trl, trl_version
 from bapo.core.bounds import ClipBounds, bounds_from_table
 from bapo.core.checks import check_mask

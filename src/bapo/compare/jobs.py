@@ -53,7 +53,7 @@ POLL_SECONDS = 0.2
 TAIL_LINES = 4
 """How many last lines of a failed run's output are shown."""
 DAMAGED_CHECKPOINT = 3
-"""Exit code of `bapo resume` for a checkpoint that is missing or damaged, and where memory ran out."""
+"""Exit code of `bapo resume` for a checkpoint that it cannot continue from, and where memory ran out."""
 
 
 def make_plan(grid: Grid) -> list[Job]:

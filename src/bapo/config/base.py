@@ -62,14 +62,6 @@ def _path(text: str, *, new: bool) -> str:
     return text
 
 
-Seed = Annotated[
-    int,
-    Field(
-        description="Seed of every random choice. The same seed, machine and number of threads give the same result, "
-        "bit for bit.",
-        ge=0,
-    ),
-]
 Out = Annotated[
     str,
     AfterValidator(partial(_path, new=True)),
@@ -78,32 +70,27 @@ Out = Annotated[
         "belong to a run that was stopped before its first checkpoint."
     ),
 ]
-Device = Annotated[
-    DeviceName,
-    Field(
-        description="Where the run computes. auto uses a CUDA device if there is one. A run can only be resumed on "
-        "the kind of device it started on."
-    ),
-]
 MOST_THREADS = 4096
 """With many more, the libraries that make them end the process."""
-Threads = Annotated[
-    int,
-    Field(
-        description="Number of CPU threads. 0 uses one thread per core, but at most OMP_NUM_THREADS if it is set.",
-        ge=0,
-        le=MOST_THREADS,
-    ),
-]
-CheckpointMinutes = Annotated[
-    float,
-    Field(
-        description="Save a checkpoint, too, after the step that ends this many minutes or more after the last one. 0: "
-        "only after every `checkpoint_every` steps. When checkpoints are saved does not change the result.",
-        ge=0,
-    ),
-]
-CheckpointKeep = Annotated[int, Field(description="How many checkpoints are kept. Older ones are deleted.", ge=1)]
+
+
+class RunConfig(Section):
+    """What every run has: its seed, its place, what it computes with, and when it is saved."""
+
+    seed: int = Field(0, ge=0)
+    """Seed of every random choice. The same seed, machine and number of threads give the same result, bit for bit."""
+    out: Out = "runs/{time}"
+    device: DeviceName = "auto"
+    """Where the run computes. auto uses a CUDA device if there is one. A run can only be resumed on the kind of device
+    it started on."""
+    threads: int = Field(0, ge=0, le=MOST_THREADS)
+    """Number of CPU threads. 0 uses one thread per core, but at most OMP_NUM_THREADS if it is set."""
+    checkpoint_minutes: float = Field(0.0, ge=0)
+    """Save a checkpoint, too, after the step that ends this many minutes or more after the last one. 0: only after
+    every `checkpoint_every` steps. When checkpoints are saved does not change the result."""
+    checkpoint_keep: int = Field(2, ge=1)
+    """How many checkpoints are kept. Older ones are deleted."""
+
 
 LearningRate = Annotated[float, Field(description="Peak learning rate of AdamW.", gt=0, le=1e3)]
 Schedule = Annotated[

@@ -4,7 +4,7 @@
     1     an unexpected error, a verifier that fails on every response, updates that are not finite, a sampler and a
           learner that have drifted apart, a comparison with runs that did not finish, or a ledger that does not balance
     2     bad usage, a bad configuration, or input that cannot be read
-    3     a checkpoint, or what an evaluation saved, is missing or damaged; or memory ran out
+    3     a checkpoint, or what an evaluation saved, is missing, damaged or of other settings; or memory ran out
     4     the disk is full, or a file cannot be read or written (an OSError)
     5     a part of the cluster cannot be started or kept alive
     130   stopped by Ctrl-C or SIGTERM; a line says what to do next

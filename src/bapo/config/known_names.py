@@ -69,12 +69,6 @@ def find(key: str, families: Sequence[Family] = ("trl", "verl")) -> tuple[Known,
     return None
 
 
-def known_setting(key: str) -> Known | None:
-    """The setting that has this name in TRL or verl; None if neither has it."""
-    found = find(key)
-    return found[0] if found else None
-
-
 def hint(key: str) -> str | None:
     """What a key that does not exist is called here, in a sentence or two; None if the name is not known."""
     found = find(key)
@@ -92,7 +86,8 @@ def known_elsewhere(key: str, schema: type[BaseModel]) -> Known | None:
     A name that another table has is more likely meant by itself.
     """
     keys = leaves(schema)
-    known = None if key.rpartition(".")[2] in {name.rpartition(".")[2] for name in keys} else known_setting(key)
+    by_itself = key.rpartition(".")[2] in {name.rpartition(".")[2] for name in keys}
+    known = None if by_itself or (found := find(key)) is None else found[0]
     elsewhere = known is not None and known.key and not any(f"{name}.".startswith(f"{known.key}.") for name in keys)
     return None if elsewhere else known
 

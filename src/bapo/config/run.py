@@ -14,18 +14,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from bapo.buffer import wrong_settings
-from bapo.config.base import (
-    CheckpointKeep,
-    CheckpointMinutes,
-    Device,
-    LogConfig,
-    ModelConfig,
-    Out,
-    Section,
-    Seed,
-    Threads,
-    refuse_on_cpu,
-)
+from bapo.config.base import LogConfig, ModelConfig, RunConfig, refuse_on_cpu
 from bapo.config.errors import ConfigError
 from bapo.config.learning import ADVANTAGE_NAMES, LearnConfig
 from bapo.config.numerals import counted
@@ -44,7 +33,7 @@ from bapo.types import batches_per_pass
 __all__ = ["ADVANTAGE_NAMES", "OBJECTIVE_NAMES", "Config", "TaskConfig"]
 
 
-class Config(Section):
+class Config(RunConfig):
     """Train a model on problems by reinforcement learning.
 
     Keys on the command line override those of the recipe: a TOML or JSON file, or the name of one that comes with bapo
@@ -54,14 +43,8 @@ class Config(Section):
 
     steps: int = Field(60, ge=1)
     """How many times to sample. Each step then makes `offpolicy.reuse` passes over what it sampled."""
-    seed: Seed = 0
-    out: Out = "runs/{time}"
-    device: Device = "auto"
-    threads: Threads = 0
     checkpoint_every: int = Field(10, ge=1)
     """Steps between checkpoints."""
-    checkpoint_minutes: CheckpointMinutes = 0.0
-    checkpoint_keep: CheckpointKeep = 2
     sample_every: int = Field(5, ge=1)
     """Steps between the sample responses that are shown."""
     model: ModelConfig = ModelConfig()
@@ -118,7 +101,7 @@ class Config(Section):
         if self.learn.kl_mix != 1 and self.model.lora.rank:
             yield (
                 f"learn.kl_mix={self.learn.kl_mix:g} mixes weights, but model.lora.rank={self.model.lora.rank} trains "
-                "low-rank additions, and a mean of two of them has a higher rank. Set learn.kl_mix=1, or "
+                "LoRA adapters, and a mean of two of them has a higher rank. Set learn.kl_mix=1, or "
                 "model.lora.rank=0 to train all weights."
             )
         if self.learn.offload_optimizer and (self.model.lora.rank or self.cluster.on):

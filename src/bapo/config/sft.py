@@ -11,19 +11,15 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from bapo.config.base import (
-    CheckpointKeep,
-    CheckpointMinutes,
-    Device,
     LearningRate,
     LogConfig,
     ModelConfig,
     OptimizerConfig,
     Out,
+    RunConfig,
     Schedule,
     Section,
-    Seed,
     SkipLimit,
-    Threads,
     refuse_on_cpu,
 )
 
@@ -73,7 +69,7 @@ class SftEvalConfig(Section):
     """Updates between measurements of the held-out loss. 0 measures it only before and after training."""
 
 
-class SftConfig(Section):
+class SftConfig(RunConfig):
     """Train a model to imitate responses (supervised fine-tuning): the warm start before reinforcement learning.
 
     Keys on the command line override those of the recipe: a TOML or JSON file, or the name of one that comes with bapo
@@ -84,14 +80,9 @@ class SftConfig(Section):
     """Marks the configuration as one of `bapo sft`."""
     epochs: int = Field(2, ge=1)
     """Passes over the demonstrations, each in a new order."""
-    seed: Seed = 0
     out: Out = "runs/sft-{time}"
-    device: Device = "auto"
-    threads: Threads = 0
     checkpoint_every: int = Field(100, ge=1)
     """Updates between checkpoints."""
-    checkpoint_minutes: CheckpointMinutes = 0.0
-    checkpoint_keep: CheckpointKeep = 2
     model: ModelConfig = ModelConfig()
     task: SftTaskConfig = SftTaskConfig()
     learn: SftLearnConfig = SftLearnConfig()

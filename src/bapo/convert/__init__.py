@@ -1,22 +1,19 @@
 """`bapo convert`: settings of TRL or verl become a recipe, and what has no counterpart is named, line by line.
 
-literals.py    what a Python file says without being run
-script.py      a script that calls GRPOTrainer: settings, data, reward functions
-launch.py      verl's launch lines, and files of JSON or YAML
-settings.py    a setting, and what may become of it
-rules.py       keys that need more than one value under another name
-recipe.py      from settings to the keys of a recipe
+launch.py    launch lines, and files of JSON or YAML
+script.py    a script that calls GRPOTrainer: settings, data, reward functions
+recipe.py    from settings to the keys of a recipe
 """
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from tyro.conf import Positional, arg
 
@@ -27,9 +24,8 @@ from bapo.config.recipe import check
 from bapo.config.run import Config
 from bapo.config.words import leaves
 from bapo.convert.launch import read_launch, read_tables
-from bapo.convert.recipe import Converted, convert
+from bapo.convert.recipe import Setting, Unknown, convert, keys_of, toml
 from bapo.convert.script import read_script
-from bapo.convert.settings import Outcome, Setting, Unknown
 from bapo.screen.terminal import say
 
 LONGEST = 60
@@ -40,140 +36,97 @@ LONGEST = 60
 class Arguments:
     """Write the recipe for a script of TRL or verl, and say what has no counterpart, line by line.
 
-    The file is read and never run. Reward functions that stand in it are copied into a module beside the recipe.
+    The files are read and never run. Reward functions that stand in a script are copied into a module beside the
+    recipe.
     """
 
-    file: Annotated[Positional[Path], arg(metavar="FILE")]
-    """A script that calls TRL's GRPOTrainer (.py), a GRPOConfig or verl's settings (.json, .yaml), or a shell script
-    that launches verl (any other name)."""
-    out: Annotated[Path | None, option(default="the name of FILE, here", metavar="RECIPE")] = None
+    files: Annotated[Positional[tuple[Path, ...]], arg(metavar="FILE [FILE ...]")]
+    """A script that calls TRL's GRPOTrainer (.py), a GRPOConfig or verl's settings (.json, .yaml), a shell script that
+    launches TRL or verl (any other name); or a script of TRL together with what it is launched with."""
+    out: Annotated[Path | None, option(default="the name of the first FILE, here", metavar="RECIPE")] = None
     """The recipe to write. Nothing that exists is overwritten."""
-    processes: int = 1
+    processes: Annotated[int | None, option(default="1, or as the launch line says", metavar="INT")] = None
     """TRL: how many processes accelerate starts. Batch sizes there are those of one process."""
 
 
 def run(arguments: Arguments) -> None:
     """Carry out `bapo convert`."""
-    path = arguments.file
-    out = Path(f"{path.stem}.toml") if arguments.out is None else arguments.out
-    if arguments.processes < 1:
-        raise ConfigError(f"--processes {arguments.processes}: give 1 or more.")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not text in UTF-8. Give a script, or settings as JSON or YAML.") from None
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}. Check the path.") from None
-    module = re.sub(r"\W", "_", f"{path.stem}_rewards")
-    family, settings, rewards = _read(text, path, module)
-    made = convert(family, settings, processes=arguments.processes)
-    copied = out.with_name(f"{module}.py")
-    files = {out: recipe_text(path.name, family, made)}
+    if not arguments.files or (arguments.processes or 1) < 1:
+        raise ConfigError("bapo convert needs a FILE to read, and 1 or more --processes.")
+    first = arguments.files[0]
+    module = re.sub(r"\W", "_", f"{first.stem}_rewards")
+    family, given, rewards = _read(arguments.files, module)
+    settings = convert(family, given, processes=arguments.processes)
+    out = Path(f"{first.stem}.toml") if arguments.out is None else arguments.out
+    source = ", ".join(" ".join(path.name.split()) for path in arguments.files)
+    left = list(_left(settings))
+    files = {out: recipe_text(f"{source} ({FAMILIES[family]})", settings, left)}
     if rewards:
-        files[copied] = f'"""Reward functions of {path.name}, copied by `bapo convert`."""\n\n{rewards}'
+        copied = f'"""Reward functions of {source}, copied by `bapo convert`."""\n\n{rewards}'
+        files[out.with_name(f"{module}.py")] = copied
     if there := [str(file) for file in files if file.exists() or file.is_symlink()]:
         raise ConfigError(f"{' and '.join(there)} exists, and nothing is overwritten. Move it, or give another --out.")
-    say(f"{path}: {FAMILIES[family]}")
-    say("\n".join(account(made.outcomes)))
+    say("\n".join([f"{len(given)} settings of {FAMILIES[family]}. Not taken over:", *(f"  {line}" for line in left)]))
     for file, written in files.items():
         with file.open("x", encoding="utf-8") as opened:
             opened.write(written)
         say(f"wrote {file}")
-    _, wrong = check(Config, nested(made.keys))
-    for line in (*(f"{key}: {reason}" for key, reason in made.why.items() if key not in made.keys), *wrong):
+    for line in check(Config, tomllib.loads(files[out]))[1]:
         say(f"still  {line}")
     say(f"next   bapo train {shlex.quote(str(out))} --dry-run")
 
 
-def _read(text: str, path: Path, module: str) -> tuple[Family, list[Setting], str]:
-    """Whose settings a file has, the settings, and the text of the module with its reward functions."""
-    if path.suffix == ".py":
-        script = read_script(text, str(path), module)
-        return "trl", script.settings, script.rewards
-    if path.suffix in (".json", ".yaml", ".yml"):
-        return *read_tables(text, str(path)), ""
-    return "verl", read_launch(text, str(path)), ""
+def _read(paths: tuple[Path, ...], module: str) -> tuple[Family, list[Setting], str]:
+    """Whose settings files have, the settings, and the text of the module with their reward functions."""
+    scripts, found, rewards = dict[Path, str](), list[tuple[Family, list[Setting]]](), ""
+    for path in paths:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "it is not text in UTF-8"
+            raise ConfigError(f"cannot read {path}: {why}. Give a script, or settings as JSON or YAML.") from None
+        if path.suffix == ".py":
+            scripts[path] = text
+        else:
+            read = read_tables if path.suffix in (".json", ".yaml", ".yml") else read_launch
+            found.append(read(text, path.name))
+    options = {setting.name: setting for _, settings in found for setting in settings}
+    for path, text in scripts.items():
+        settings, more = read_script(text, path.name, module, options)
+        used = {setting.note.split()[0] for setting in settings if setting.note.startswith("--")}
+        rewards += more
+        found = [(family, [one for one in given if f"--{one.name}" not in used]) for family, given in found]
+        found.insert(0, ("trl", settings))
+    if len({family for family, _ in found}) > 1:
+        raise ConfigError(f"{' and '.join(map(str, paths))} are of TRL and of verl. Give the files of one run.")
+    return found[0][0], [setting for _, settings in found for setting in settings], rewards
 
 
-def account(outcomes: list[Outcome]) -> Iterator[str]:
-    """One line for each setting: where it stands, what it is, and what became of it."""
-    asked = [f"{one.setting.line or '':>4}  {one.setting.name} = {_told(one.setting.value)}" for one in outcomes]
-    width = min(LONGEST, max(map(len, asked), default=0))
-    for left, outcome in zip(asked, outcomes, strict=True):
-        became = ", ".join(f"{key} = {_toml(value)}" for key, value in outcome.keys.items())
-        remark = f"{'; ' if became else '- '}{outcome.remark}" if outcome.remark else ""
-        yield f"  {left:<{width}}  {became}{remark}"
+def _left(settings: list[Setting]) -> Iterator[str]:
+    """What was not taken over, and why."""
+    for setting in settings:
+        if setting.name and not setting.keys:
+            value = setting.value.text if isinstance(setting.value, Unknown) else toml(setting.value)
+            value = " ".join(value.split())
+            shown = value if len(value) <= LONGEST else f"{value[: LONGEST - 1]}…"
+            yield (
+                f"{setting.where}  {setting.name} = {shown}: {setting.note}"
+                if setting.where
+                else (f"{setting.name}: {setting.note}")
+            )
 
 
-def _told(value: Any) -> str:
-    text = value.text if isinstance(value, Unknown) else _toml(value)
-    text = " ".join(text.split())
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
-
-
-def recipe_text(source: str, family: Family, converted: Converted) -> str:
+def recipe_text(source: str, settings: list[Setting], left: list[str]) -> str:
     """The recipe as TOML. Beside each key stands what it was made from, and at the end what was not taken over."""
-    keys, made = converted.keys, dict(converted.why)
-    for key in keys:
-        made |= {key: told} if (told := _from([o.setting for o in converted.outcomes if key in o.keys])) else {}
-    trainer = FAMILIES[family]
-    lines = [
-        f"# From {' '.join(source.split())} ({trainer}), by `bapo convert`. What has no comment is what {trainer} "
-        "does if nothing is set."
-    ]
-    order = list(leaves(Config))
-    for table in dict.fromkeys(key.rpartition(".")[0] for key in sorted(keys, key=_place_in(order))):
-        lines += ["", f"[{table}]"] if table else [""]
-        for key in (key for key in sorted(keys, key=_place_in(order)) if key.rpartition(".")[0] == table):
-            written = f"{key.rpartition('.')[2]} = {_toml(keys[key])}"
-            lines.append(f"{written:<40} # {made[key]}" if key in made else written)
-    left = [outcome for outcome in converted.outcomes if not outcome.keys]
-    lines += ["", "# Not taken over:"] if left else []
-    lines += [f"#   {key}: {reason}" for key, reason in converted.why.items() if key not in keys]
-    for outcome in left:
-        told = f"{outcome.setting.name} = {_told(outcome.setting.value)}: {outcome.remark}"
-        lines.append(f"#   {f'line {outcome.setting.line}: ' if outcome.setting.line else ''}{' '.join(told.split())}")
-    return "\n".join(lines) + "\n"
-
-
-def _from(settings: list[Setting]) -> str:
-    """What a key was made from: `line 12: learning_rate (the default of --lr)`."""
-    names = ", ".join(dict.fromkeys(setting.name.rpartition(".")[2] for setting in settings))
-    lines = ", ".join(str(line) for line in dict.fromkeys(setting.line for setting in settings if setting.line))
-    notes = "; ".join(dict.fromkeys(setting.note for setting in settings if setting.note))
-    where = f"line{'s' * (',' in lines)} {lines}: " if lines else ""
-    return " ".join(f"{where}{names}{f' ({notes})' if notes else ''}".split())
-
-
-def _place_in(order: list[str]) -> Any:
-    """Keys in the order of the configuration, those without a table first."""
-    return lambda key: (key.count("."), order.index(key)) if "." not in key else (1, order.index(key))
-
-
-def nested(keys: dict[str, Any]) -> dict[str, Any]:
-    """Keys with dots as tables."""
-    found: dict[str, Any] = {}
-    for key, value in keys.items():
-        *tables, last = key.split(".")
-        inner = found
-        for table in tables:
-            inner = inner.setdefault(table, {})
-        inner[last] = value
-    return found
-
-
-def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
-
-
-def _toml(value: Any) -> str:
-    """A value as TOML writes it."""
-    if isinstance(value, dict):
-        return f"{{ {', '.join(f'{_key(str(key))} = {_toml(inner)}' for key, inner in value.items())} }}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "none"}[value]
-    if isinstance(value, int | float):
-        return repr(value)
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    lines = [f"# From {source}, by `bapo convert`. A key without a comment is as it is there by default."]
+    order, keys, table = {key: number for number, key in enumerate(leaves(Config))}, keys_of(settings), ""
+    for key in sorted(keys, key=lambda key: ("." in key, order[key])):
+        above, _, name = key.rpartition(".")
+        lines += ["", f"[{above}]"] if above != table else []
+        table = above
+        origins = [setting for setting in settings if key in setting.keys]
+        told = (*(f"{one.where} {one.name}" for one in origins), *(one.note for one in origins))
+        comment = "; ".join(dict.fromkeys(" ".join(one.split()) for one in told if one.strip()))
+        written = f"{name} = {toml(keys[key])}"
+        lines.append(f"{written:<40} # {comment}" if comment else written)
+    return "\n".join([*lines, "", *(f"# {line}" for line in ("Not taken over:", *left))]) + "\n"

@@ -1,5 +1,10 @@
 """Reads a script that trains with TRL's GRPOTrainer, without running it: its settings, its data, its reward functions.
 
+It goes through the statements from top to bottom, functions last, and keeps what every name is certain to be: a plain
+value, a call with its arguments, a definition. What a parser fills has the value of a launch line, or else its default.
+All else is `Unknown`: what is bound under a condition or in a loop, parameters, what is changed in place, and what only
+a run would compute.
+
 Reward functions that stand in the script are copied into a module of their own, with what they need: to import the
 script would be to run it.
 """
@@ -7,403 +12,427 @@ script would be to run it.
 from __future__ import annotations
 
 import ast
+import operator
 import symtable
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bapo.config.errors import ConfigError
-from bapo.convert.literals import Binding, Call, Function, Reader, Scope, Undecided, dotted
-from bapo.convert.settings import Setting, Unknown
+from bapo.convert.recipe import Setting, Unknown
 
-POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class")
-"""The first parameters of GRPOTrainer."""
 CONFIGS, TRAINERS = ("GRPOConfig", "BapoConfig"), ("GRPOTrainer", "BapoTrainer")
-UNCHANGED = {"shuffle", "with_format", "flatten_indices"}
-"""Methods of a data set that keep its problems."""
-MOVES = {"to", "cuda", "cpu", "half", "float", "bfloat16", "train", "eval"}
-"""Methods of a model that return it."""
-SHOWN = 60
-"""How many characters of an expression are shown."""
+MODELS, DATA = ("from_pretrained", "get_peft_model"), "load_dataset"
+POSITIONS = {
+    "Trainer": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"),
+    DATA: ("path", "name", "data_dir", "data_files", "split"),
+    **dict.fromkeys(MODELS, ("model", "peft_config")),
+}
+"""The first parameters of what ends in these names."""
+SAME = {"shuffle", "with_format", "to", "cuda", "half", "float", "bfloat16", "train", "eval"}
+"""Methods that return the same problems, or the same model."""
+CHANGES_IT = {"append", "extend", "insert", "remove", "pop", "update", "setdefault", "clear", "sort", "reverse"}
+SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+SHOWN, LONGEST, LAST = 60, 10_000, 1 << 30
+"""How many characters of an expression are shown, how long a value may be, and a line after all others."""
 
 
-@dataclass
-class Script:
-    """What a script says."""
-
-    settings: list[Setting] = field(default_factory=list)
-    rewards: str = ""
-    """The text of a module with the reward functions that stand in the script; empty if there are none."""
+class Undecided(Exception):  # noqa: N818
+    """Only a run would tell."""
 
 
-def read_script(text: str, path: str, module: str) -> Script:
-    """Read a script. `module`: the name that the module with its reward functions will have."""
+class Imported(str):
+    """A module, or module:name."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """What an expression or a name is."""
+
+    found: Any
+    node: ast.AST
+    note: str = ""
+    """How it was found, if it is not written there."""
+    statements: tuple[ast.stmt, ...] = ()
+    """Those that bind the name; none for a parameter."""
+
+
+Names = dict[str, Value]
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a call returns. Attributes that are set on it are arguments, too."""
+
+    name: str
+    node: ast.AST
+    given: Names = field(default_factory=dict)
+    changes: tuple[str, ...] = ()
+    """What the script does to a data set."""
+
+
+def read_script(text: str, path: str, module: str, options: Mapping[str, Setting]) -> tuple[list[Setting], str]:
+    """The settings of a script, and the text of a module with the reward functions that stand in it.
+
+    `module`: the name which that module will have. `options`: what the script is started with.
+    """
     try:
-        tree = ast.parse(text)
-        reader = Reader(tree)
+        return _Script(text, path, module, options).read()
+    except ConfigError:
+        raise
     except SyntaxError as error:
         raise ConfigError(f"{path}:{error.lineno} is not valid Python: {error.msg}. Correct it.") from None
     except (ValueError, RecursionError, MemoryError):
         raise ConfigError(f"{path} cannot be read as Python. Give the script that calls GRPOTrainer.") from None
-    trainers = [call for call in reader.calls if call.name.split(".")[-1].endswith(TRAINERS)]
-    configs = [call for call in reader.calls if call.name.split(".")[-1].endswith(CONFIGS)]
-    if not trainers and not configs:
-        raise ConfigError(
-            f"{path} calls neither GRPOConfig nor GRPOTrainer. Give a script that trains with TRL's GRPOTrainer, its "
-            "settings as JSON or YAML, or a launch line of verl."
-        )
-    try:
-        return _Reading(reader, text, module).script(trainers, configs)
-    except RecursionError:
-        raise ConfigError(f"{path} nests expressions too deeply to be read. Write them flat.") from None
 
 
-class _Reading:
-    """The reading of one script."""
+class _Script:
+    def __init__(self, text: str, path: str, module: str, options: Mapping[str, Setting]) -> None:
+        self.text, self.path, self.module, self.options = text, path, module, options
+        self.made: list[tuple[Made, Names]] = []
+        """Trainers and configurations."""
+        self.later: list[tuple[ast.FunctionDef | ast.AsyncFunctionDef, Names]] = []
+        """Functions that are still to be read."""
+        self.parsed = {"args"}
+        """Names of what a parser fills."""
+        self.defaults: dict[str, ast.expr] = {}
+        self.calls: dict[ast.Call, Made] = {}
+        self.note = ""
+        self.settings: list[Setting] = []
+        self.copied: dict[str, int] = {}
+        """Statements of the module with reward functions, and their lines."""
 
-    def __init__(self, reader: Reader, text: str, module: str) -> None:
-        self.reader, self.lines, self.module = reader, text.splitlines(), module
-        self.found = Script()
-        self.lifted: dict[int, tuple[int, str]] = {}
-        """Statements of the module with reward functions, by identity: line and text."""
-        self.made: list[str] = []
-        """Assignments of it that are not in the script."""
-
-    def script(self, trainers: list[Call], configs: list[Call]) -> Script:
+    def read(self) -> tuple[list[Setting], str]:
         """Everything that is there."""
-        if len(trainers) > 1:
-            lines = ", ".join(str(call.line) for call in trainers[1:])
-            self._add("GRPOTrainer", Unknown(f"the one in line {trainers[0].line} was read, not that in {lines}"), 0)
-        config = configs[0] if configs else None
-        if trainers:
-            config = self._trainer(trainers[0], config)
-        if config is not None:
-            self._words(config, "")
-            self._assigned(config)
-        self.found.settings.sort(key=lambda setting: setting.line)
-        if self.lifted or self.made:
-            parts = [text for _, text in sorted(self.lifted.values())]
-            self.found.rewards = "\n\n\n".join([*parts, *self.made]) + "\n"
-        return self.found
+        self._run(ast.parse(self.text).body, {})
+        while self.later:
+            function, around = self.later.pop(0)
+            several = {name for name, value in around.items() if len(value.statements) > 1}  # which one counts?
+            names = around | {name: replace(around[name], found=Unknown(name)) for name in several}
+            for one in (one.arg for one in ast.walk(function.args) if isinstance(one, ast.arg)):
+                names[one] = Value(Made("parse", function) if one in self.parsed else Unknown(one), function)
+            self._run(function.body, names)
+        if not self.made:
+            raise ConfigError(
+                f"{self.path} calls neither GRPOConfig nor GRPOTrainer. Give a script that trains with TRL's "
+                "GRPOTrainer, its settings as JSON or YAML, or a launch line of verl."
+            )
+        trainers = [one for one in self.made if one[0].name.endswith(TRAINERS)] or self.made
+        for name, value in trainers[0][0].given.items():
+            self._argument(name, value, trainers[0][1])
+        for other, _ in trainers[1:]:
+            self._add(other.name, Unknown("another one, which was not read"), other.node)
+        self.settings.sort(key=lambda setting: int(setting.where.rpartition(":")[2]))
+        text = "\n\n\n".join(sorted(self.copied, key=lambda text: self.copied[text]))
+        return self.settings, f"{text}\n" if text else ""
 
-    def _trainer(self, call: Call, config: Call | None) -> Call | None:
-        """Read the arguments of the trainer. Returns the call that makes its configuration."""
-        given = dict(zip(POSITIONS, call.node.args, strict=False))
-        given |= {word.arg: word.value for word in call.node.keywords if word.arg}
-        for word in call.node.keywords:
-            if word.arg is None:
-                self._add("**", Unknown(_shown(word.value)), word.value.lineno)
-        for name, value in given.items():
-            at = (value, call.scope, call.line)
-            match name:
-                case "model":
-                    self._model(*at)
-                case "args":
-                    config = self._config(*at) or config
-                case "peft_config":
-                    self._peft(*at)
-                case "train_dataset" | "eval_dataset":
-                    self._data(name, *at)
-                case "reward_funcs":
-                    self._rewards(*at)
-                case _:
-                    self._setting(name, *at)
-        return config
+    # --- what names are ---
 
-    def _add(self, name: str, value: Any, line: int, note: str = "") -> None:
-        self.found.settings.append(Setting(name, value, line, note))
-
-    def _setting(self, name: str, value: ast.expr, scope: Scope, line: int) -> None:
-        """Add a setting with its value, or as unknown."""
-        self.reader.notes.clear()
-        try:
-            known = self.reader.literal(value, scope, line)
-        except Undecided:
-            known = Unknown(_shown(value))
-        if name == "model_init_kwargs" and isinstance(known, dict):
-            for inner, one in known.items():
-                self._add(str(inner), one, value.lineno)
-        else:
-            self._add(name, known, value.lineno, "; ".join(sorted(self.reader.notes)))
-
-    def _words(self, call: Call, prefix: str) -> None:
-        """The keywords of a call as settings."""
-        for position, value in enumerate(call.node.args):
-            self._add(f"{prefix}argument {position + 1}", Unknown(_shown(value)), value.lineno)
-        for word in call.node.keywords:
-            if word.arg == "model_init_kwargs" and isinstance(word.value, ast.Dict | ast.Call):
-                inner = word.value
-                keys = inner.keys if isinstance(inner, ast.Dict) else [ast.Constant(w.arg) for w in inner.keywords]
-                values = inner.values if isinstance(inner, ast.Dict) else [w.value for w in inner.keywords]
-                for key, value in zip(keys, values, strict=True):
-                    name = key.value if isinstance(key, ast.Constant) else word.arg
-                    self._setting(str(name), value, call.scope, call.line)
-            elif word.arg:
-                self._setting(prefix + word.arg, word.value, call.scope, call.line)
+    def _run(self, body: list[ast.stmt], names: Names, *, sure: bool = True, whole: ast.stmt | None = None) -> None:
+        """Take in statements. `whole`: the compound statement that they are in."""
+        for node in body:
+            top = whole or node
+            for child in _expressions(node):
+                if isinstance(child, ast.Call):
+                    self._called(child, names, top)
+            match node:
+                case ast.Assign(value=bound) | ast.AnnAssign(value=ast.expr() as bound):
+                    value = self._known(bound, names)
+                    if not sure:
+                        value = Value(Unknown(f"{_shown(value.node)}, under a condition"), value.node)
+                    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                        self._bind(target, value, names, top)
+                case ast.AugAssign() | ast.For() | ast.AsyncFor():
+                    self._bind(node.target, Value(Unknown(_shown(node.target)), node), names, top)
+                case ast.Import() | ast.ImportFrom():
+                    module = getattr(node, "module", None)
+                    for one in node.names:
+                        value = Value(Imported(f"{module}:{one.name}" if module else one.name), node)
+                        self._bind(ast.Name(one.asname or one.name.partition(".")[0]), value, names, top)
+                case ast.Global() | ast.Nonlocal():
+                    names |= {name: Value(Unknown(name), node) for name in node.names}
+                case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                    self._bind(ast.Name(node.name), Value(node if sure else Unknown(node.name), node), names, top)
+            if isinstance(node, ast.ClassDef):
+                self.defaults |= _fields(node) if node.decorator_list else {}
+                self._run(node.body, dict(names))
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                self.later.append((node, names))
             else:
-                self._unpacked(word.value, call, prefix)
+                as_script = isinstance(node, ast.If) and "__name__" in ast.dump(node.test)
+                certain = sure and (as_script or isinstance(node, ast.With))
+                self._run(list(_statements(node)), names, sure=certain, whole=whole if as_script else top)
 
-    def _unpacked(self, value: ast.expr, call: Call, prefix: str) -> None:
+    def _called(self, call: ast.Call, names: Names, top: ast.stmt) -> None:
+        """Take in a call: a trainer, a configuration, an option, or a change."""
+        name = _last(call.func)
+        if name.endswith((*TRAINERS, *CONFIGS)):
+            self.made.append((self._known(call, names).found, names))
+        elif name == "add_argument" and call.args:
+            words = {word.arg: word.value for word in call.keywords}
+            default = words.get("default", ast.Constant(False) if "store_true" in ast.dump(call) else ast.Name(""))
+            self.defaults[ast.unparse(call.args[-1]).strip("'-").replace("-", "_")] = default
+        elif isinstance(call.func, ast.Attribute) and name in CHANGES_IT:
+            self._bind(call.func.value, Value(Unknown(_shown(call.func.value)), call), names, top)
+
+    def _bind(self, target: ast.AST, value: Value, names: Names, top: ast.stmt) -> None:
+        match target:
+            case ast.Tuple() | ast.List():
+                for index, item in enumerate(target.elts):
+                    self._bind(item, replace(value, found=_item(value.found, index)), names, top)
+            case ast.Name(id=name):
+                before = names[name].statements if name in names else ()
+                names[name] = replace(value, statements=(*before, top))
+                self.parsed |= {name} if _parsed(value.found) else set()
+            case ast.Attribute(value=ast.Name(id=owner), attr=name) if owner in names:
+                if isinstance(made := names[owner].found, Made):
+                    made.given[name] = value
+            case ast.Subscript(value=ast.Name(id=name)):
+                self._bind(target.value, Value(Unknown(name), value.node), names, top)
+
+    def _known(self, node: ast.AST, names: Names) -> Value:
+        """What an expression is, or that it is unknown."""
+        self.note = ""
         try:
-            known = self.reader.literal(value, call.scope, call.line)
-        except Undecided:
-            known = None
-        if isinstance(known, dict):
-            for name, one in known.items():
-                self._add(f"{prefix}{name}", one, value.lineno)
-        else:
-            self._add(f"{prefix}**", Unknown(_shown(value)), value.lineno)
+            return Value(self._value(node, names), node, self.note)
+        except (Undecided, TypeError, ValueError, ArithmeticError, LookupError):
+            return Value(Unknown(_shown(node)), node)
 
-    def _assigned(self, config: Call) -> None:
-        """What is set on the configuration after it was made."""
-        names = {
-            name
-            for name, bindings in config.scope.bindings.items()
-            if any(binding.value is config.node for binding in bindings)
-        }
-        for name, attribute, value, line, sure in config.scope.attributes:
-            if name in names and sure:
-                self._setting(attribute, value, config.scope, line)
-            elif name in names:
-                self._add(attribute, Unknown(f"{_shown(value)}, under a condition"), line)
+    def _value(self, node: ast.AST, names: Names) -> Any:
+        def of(inner: ast.AST) -> Any:
+            return self._value(inner, names)
 
-    def _config(self, value: ast.expr, scope: Scope, line: int) -> Call | None:
-        """The call that makes the configuration, if it can be found."""
-        try:
-            made, _ = self._call(value, scope, line)
-        except Undecided:
-            made = None
-        call = next((call for call in self.reader.calls if call.node is made), None)
-        if call is None or not call.name.split(".")[-1].endswith(CONFIGS):
-            self._add("args", Unknown(_shown(value)), value.lineno)
-            return None
-        return call
-
-    def _call(self, value: ast.AST | None, scope: Scope, line: int) -> tuple[ast.Call, Binding | None]:
-        """The call that an expression is, or that a name was bound to."""
-        binding = None
-        for _ in range(20):
-            if isinstance(value, ast.Call):
-                if not isinstance(value.func, ast.Attribute) or value.func.attr not in MOVES:
-                    return value, binding
-                value = value.func.value
-                continue
-            if not isinstance(value, ast.Name):
-                break
-            binding, scope = self.reader.look_up(value.id, scope, line)
-            value, line = binding.value, binding.line
-        raise Undecided
-
-    def _found(self, node: ast.Call) -> Call:
-        return next(call for call in self.reader.calls if call.node is node)
-
-    def _model(self, value: ast.expr, scope: Scope, line: int) -> None:
-        """A name, or a model that `from_pretrained` or `get_peft_model` returns."""
-        try:
-            call = self._found(self._call(value, scope, line)[0])
-        except Undecided:
-            self._setting("model", value, scope, line)
-            return
-        first = call.node.args[0] if call.node.args else None
-        words = {word.arg: word.value for word in call.node.keywords if word.arg}
-        if call.name.endswith("get_peft_model"):
-            self._model((words.pop("model") if "model" in words else first) or value, call.scope, call.line)
-            config = words.pop("peft_config", call.node.args[1] if len(call.node.args) > 1 else None)
-            if config is not None:
-                self._peft(config, call.scope, call.line)
-            else:
-                self._add("peft_config", call.name, call.line)
-            for name, given in words.items():
-                self._setting(f"peft_config.{name}", given, call.scope, call.line)
-        elif call.name.endswith(".from_pretrained"):
-            path = next((words.pop(n) for n in ("pretrained_model_name_or_path", "model_name") if n in words), first)
-            if path is not None:
-                self._setting("model", path, call.scope, call.line)
-            for name, given in words.items():
-                self._setting(name, given, call.scope, call.line)
-        else:
-            self._setting("model", value, scope, line)
-
-    def _peft(self, value: ast.expr, scope: Scope, line: int) -> None:
-        try:
-            call = self._found(self._call(value, scope, line)[0])
-        except Undecided:
-            call = None
-        if call is not None and call.name.split(".")[-1] == "LoraConfig":
-            self._add("peft_config", "LoraConfig", call.line)
-            self._words(call, "peft_config.")
-        elif not (isinstance(value, ast.Constant) and value.value is None):
-            self._add("peft_config", Unknown(_shown(value)), value.lineno)
-
-    # --- data ---
-
-    def _data(self, name: str, value: ast.expr, scope: Scope, line: int) -> None:
-        """Where problems come from, and what the script does to them before it trains."""
-        if isinstance(value, ast.Constant) and value.value is None:
-            return
-        try:
-            data = self._source(value, scope, line, None, 0)
-        except Undecided:
-            self._add(name, Unknown(_shown(value)), value.lineno)
-            return
-        if data.share is not None:
-            if name == "train_dataset":
-                self._add("test_size", data.share, value.lineno)
-            else:
-                return  # it is the other part
-        note = f"the script changes it first, with {', '.join(data.changes)}" if data.changes else ""
-        self._add(name, data.names, value.lineno, note)
-
-    def _source(self, value: ast.AST | None, scope: Scope, line: int, split: Any, depth: int) -> _Data:
-        if depth > 40:
-            raise Undecided
-        match value:
-            case ast.Name():
-                binding, where = self.reader.look_up(value.id, scope, line)
-                part = split if binding.part is None else binding.part
-                return self._source(binding.value, where, binding.line, part, depth + 1)
+        found: Any = Unknown("")
+        match node:
+            case ast.Constant(value=None | bool() | int() | float() | str()):
+                found = node.value
+            case ast.List() | ast.Tuple():
+                found = [of(item) for item in node.elts]
+            case ast.Dict() if None not in node.keys:
+                pairs = zip(node.keys, node.values, strict=True)
+                found = {str(of(key)): self._known(value, names) for key, value in pairs if key}
+            case ast.UnaryOp(op=ast.USub()):
+                found = -of(node.operand)
+            case ast.BinOp():
+                left, right = of(node.left), of(node.right)
+                if isinstance(node.op, ast.Add) or not {type(left), type(right)} & {str, list}:
+                    found = SIGNS[type(node.op)](left, right)
+            case ast.JoinedStr():
+                found = "".join(str(_plain(of(part))) for part in node.values)
+            case ast.FormattedValue(conversion=-1, format_spec=None):
+                found = of(node.value)
             case ast.Subscript():
-                inner = self.reader.literal(value.slice, scope, line)
-                if not isinstance(inner, str):
-                    raise Undecided
-                return self._source(value.value, scope, line, inner, depth + 1)
-            case ast.Call(func=ast.Attribute(attr=method, value=base)) if not dotted(value.func).endswith(
-                "load_dataset"
-            ):
-                if method == "train_test_split":
-                    sizes = {word.arg: word.value for word in value.keywords}
-                    share = self.reader.literal(sizes.get("test_size"), scope, line)
-                    if not isinstance(share, float) or split not in ("train", "test", 0, 1):
-                        raise Undecided
-                    data = self._source(base, scope, line, None, depth + 1)
-                    return _Data(data.names, data.changes, share)
-                data = self._source(base, scope, line, split, depth + 1)
-                shown = "" if method in UNCHANGED else f".{method}({_shown(value).partition(f'.{method}(')[2]}"
-                return _Data(data.names, [*data.changes, *([shown] if shown else [])], data.share)
-            case ast.Call() if dotted(value.func).endswith("load_dataset"):
-                return _Data(self._loaded(value, scope, line, split), [], None)
-        raise Undecided
-
-    def _loaded(self, call: ast.Call, scope: Scope, line: int, split: Any) -> list[str]:
-        """What `load_dataset` reads, by our names."""
-        given = dict(zip(("path", "name", "data_dir", "data_files", "split"), call.args, strict=False))
-        given |= {word.arg: word.value for word in call.keywords if word.arg}
-        values = {
-            name: self.reader.literal(given[name], scope, line)
-            for name in ("path", "name", "data_files", "split")
-            if name in given
-        }
-        path, name, files = values.get("path"), values.get("name"), values.get("data_files")
-        chosen = values.get("split", split)
-        if isinstance(chosen, list) and isinstance(split, int):
-            chosen = chosen[split]
-        if not isinstance(path, str) or not isinstance(chosen, str | None) or "[" in (chosen or ""):
+                found = _item(of(node.value), of(node.slice))
+            case ast.Name():
+                self.note = names[node.id].note or self.note
+                found = names[node.id].found
+            case ast.Attribute():
+                found = self._attribute(of(node.value), node.attr, names)
+            case ast.Lambda():
+                found = node
+            case ast.Call():
+                found = self._call(node, names)
+        if isinstance(found, Unknown) or (isinstance(found, str | list) and len(found) > LONGEST):
             raise Undecided
-        if files is not None:
-            listed = files.get(chosen or "train") if isinstance(files, dict) else files
-            if listed is None:
-                raise Undecided
-            return [listed] if isinstance(listed, str) else list(listed)
-        return [":".join(part for part in (path, name, chosen or "train") if part)]
+        return found
+
+    def _attribute(self, owner: Any, name: str, names: Names) -> Any:
+        """What an attribute was set to, what a parser fills it with, or what it is in a class."""
+        if isinstance(owner, Imported):
+            return Imported(f"{owner}{'.' if ':' in owner else ':'}{name}")
+        if isinstance(owner, Made) and name in owner.given:
+            return owner.given[name].found
+        if _parsed(owner) and name in self.options:
+            self.note = f"--{name} of {self.options[name].where}"
+            return self.options[name].value
+        definition = names[owner.name].found if isinstance(owner, Made) and owner.name in names else owner
+        self.note = f"the default of --{name}" if _parsed(owner) else f"the default in {_last(definition)}"
+        return self._value((self.defaults if _parsed(owner) else _fields(definition))[name], names)
+
+    def _call(self, call: ast.Call, names: Names) -> Any:
+        """What a call returns."""
+        name, base = _last(call.func), None
+        if isinstance(call.func, ast.Attribute):
+            base = self._known(call.func.value, names).found
+        if isinstance(base, Made) and name in SAME:
+            return base
+        given: Names = {}
+        positions = next((POSITIONS[end] for end in POSITIONS if name.endswith(end)), ())
+        positions += tuple(f"argument {n + 1}" for n in range(len(positions), len(call.args)))
+        for key, node in (*zip(positions, call.args, strict=False), *((one.arg, one.value) for one in call.keywords)):
+            value = self._known(node, names)
+            given |= {key: value} if key else value.found if isinstance(value.found, dict) else {"**": value}
+        if isinstance(base, Made) and base.name == DATA:
+            change = _shown(ast.Call(ast.Name(f".{name}"), call.args, call.keywords))
+            share = {"test_size": given["test_size"]} if name == "train_test_split" else {}
+            return replace(base, given=base.given | share, changes=(*base.changes, *([] if share else [change])))
+        return given if name == "dict" else self.calls.setdefault(call, Made(name, call, given))
+
+    # --- settings ---
+
+    def _add(self, name: str, value: Any, node: ast.AST, note: str = "") -> None:
+        self.settings.append(Setting(name, value, f"{self.path}:{getattr(node, 'lineno', 0)}", note))
+
+    def _argument(self, name: str, value: Value, names: Names) -> None:
+        """An argument of a trainer, or of what it is given."""
+        found, node = value.found, value.node
+        inside = found.given if isinstance(found, Made) else found if isinstance(found, dict) else {}
+        kind = found.name if isinstance(found, Made) else ""
+        of_options = _parsed(found) or any(_parsed(one.found) for one in inside.values())
+        opened = kind.endswith((*CONFIGS, "LoraConfig")) or (name == "model" and kind in MODELS)
+        try:
+            if name == "reward_funcs":
+                several = found if isinstance(found, list) else [found]
+                self._add(name, [self._function(one, names) for one in several], node)
+            elif kind == DATA:
+                self._data(name, found, node)
+            elif of_options or opened or (inside and name == "model_init_kwargs"):
+                if kind == "LoraConfig":
+                    self._add(name, kind, node)
+                elif of_options and not self.options:  # training_args, get_peft_config(model_args)
+                    self._add(name, Unknown(_shown(node), "give its launch line, too"), node)
+                for one, inner in inside.items():
+                    if not _parsed(inner.found):
+                        self._argument("model" if one.startswith(("model_name", "pretrained")) else one, inner, names)
+            elif name != "eval_dataset" or found is not None:
+                self._add(name, _plain(found), node, value.note)
+        except Undecided as error:
+            self._add(
+                name, found if isinstance(found, Unknown) else Unknown(_shown(node), str(error) or Unknown.why), node
+            )
+
+    def _data(self, name: str, data: Made, node: ast.AST) -> None:
+        """Where problems come from, and what the script does to them before it trains."""
+        given = {key: _plain(value.found) for key, value in data.given.items()}
+        path, split, files = given["path"], given.get("split") or "train", given.get("data_files")
+        if isinstance(files, dict):
+            files = files[split]
+        if not isinstance(split, str) or "[" in split:
+            raise Undecided(f"{path} {split}: a part of a split has no name here")
+        if "test_size" in given:
+            self._add("test_size", given["test_size"], node)
+        note = f"the script changes it first, with {', '.join(data.changes)}" if data.changes else ""
+        named = ":".join(part for part in (path, given.get("name"), split) if part)
+        self._add(name, [files] if isinstance(files, str) else files or [named], node, note)
 
     # --- reward functions ---
 
-    def _rewards(self, value: ast.expr, scope: Scope, line: int) -> None:
-        try:
-            names = list(self._named(value, scope, line))
-        except Undecided as error:
-            self._add("reward_funcs", Unknown(f"{_shown(value)}{f' ({error})' if str(error) else ''}"), value.lineno)
+    def _function(self, found: Any, names: Names) -> str:
+        """A reward function as module:function."""
+        if isinstance(found, Imported):
+            return str(found)
+        name, text = getattr(found, "name", ""), ""
+        if isinstance(found, str):
+            raise Undecided("a reward model: a function may call it")
+        if isinstance(found, Made | ast.Lambda):
+            name = f"reward_{1 + list(self.copied.values()).count(LAST)}"
+            text = f"{name} = {ast.unparse(found.node if isinstance(found, Made) else found)}"
+            self._copy(_free(text), names)
+            self.copied[text] = LAST
+        elif name:
+            self._copy({name}, names)
         else:
-            self._add("reward_funcs", names, value.lineno)
+            raise Undecided
+        return f"{self.module}:{name}"
 
-    def _named(self, value: ast.AST | None, scope: Scope, line: int) -> Iterator[str]:
-        """The reward functions of an expression, as module:function."""
-        match value:
-            case ast.List() | ast.Tuple():
-                for item in value.elts:
-                    yield from self._named(item, scope, line)
-            case ast.Name():
-                binding, where = self.reader.look_up(value.id, scope, line)
-                if isinstance(binding.value, Function | ast.ClassDef):
-                    self._lift(value.id, scope)
-                    yield f"{self.module}:{value.id}"
-                elif isinstance(binding.value, ast.ImportFrom) and not binding.value.level:
-                    names = {alias.asname or alias.name: alias.name for alias in binding.value.names}
-                    yield f"{binding.value.module}:{names[value.id]}"
-                elif binding.value is not None and binding.part is None:
-                    yield from self._named(binding.value, where, binding.line)
-                else:
-                    raise Undecided
-            case ast.Attribute(value=ast.Name(id=module)):
-                binding, _ = self.reader.look_up(module, scope, line)
-                if not isinstance(binding.value, ast.Import):
-                    raise Undecided
-                names = {alias.asname or alias.name: alias.name for alias in binding.value.names}
-                yield f"{names.get(module, module)}:{value.attr}"
-            case ast.Lambda() | ast.Call():
-                name = f"reward_{len(self.made) + 1}"
-                text = f"{name} = {ast.unparse(value)}"
-                for needed in _free_names(text):
-                    self._lift(needed, scope)
-                self.made.append(text)
-                yield f"{self.module}:{name}"
-            case ast.Constant(value=str()):
-                raise Undecided("a reward model; a function may call it")
-            case _:
-                raise Undecided
-
-    def _lift(self, name: str, scope: Scope) -> None:
-        """Copy the statements that define a name, and those of the names in them."""
-        where: Scope | None = scope
-        while where is not None and name not in where.bindings:
-            if name in where.parameters:
+    def _copy(self, needed: set[str], names: Names) -> None:
+        """Copy the statements that bind these names, and those of the names in them."""
+        for name in sorted(needed & names.keys()):
+            if not names[name].statements:
                 raise Undecided(f"it needs {name!r}, a parameter")
-            where = where.parent
-        for binding in [] if where is None else where.bindings[name]:
-            statement = binding.statement
-            text = self._text(statement, name, inside=where is not self.reader.module)
-            key = hash((id(statement), text)) if isinstance(statement, ast.Import | ast.ImportFrom) else id(statement)
-            if key in self.lifted:
-                continue
-            self.lifted[key] = (statement.lineno, text)
-            for needed in _free_names(ast.unparse(statement)):
-                if needed != name and where is not None:
-                    self._lift(needed, where)
-
-    def _text(self, statement: ast.stmt, name: str, *, inside: bool) -> str:
-        """A statement as it stands in the script; of an import, only this name."""
-        if isinstance(statement, ast.Import | ast.ImportFrom):
-            if getattr(statement, "level", 0):
-                raise Undecided(f"it needs {name!r}, a relative import")
-            kept = [a for a in statement.names if (a.asname or a.name.partition(".")[0]) == name]
-            one = ast.Import(kept) if isinstance(statement, ast.Import) else ast.ImportFrom(statement.module, kept, 0)
-            return ast.unparse(one)
-        if inside or statement.col_offset:
-            return ast.unparse(statement)
-        first = min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", []))])
-        return "\n".join(self.lines[first - 1 : statement.end_lineno])
+            for statement in names[name].statements:
+                if getattr(statement, "level", 0):
+                    raise Undecided(f"it needs {name!r}, a relative import")
+                first = min([statement.lineno, *(one.lineno for one in getattr(statement, "decorator_list", []))])
+                text = "\n".join(self.text.splitlines()[first - 1 : statement.end_lineno])  # with its comments
+                text = ast.unparse(statement) if statement.col_offset else text
+                if text not in self.copied:
+                    self.copied[text] = first
+                    self._copy(_free(text) - {name}, names)
 
 
-@dataclass(frozen=True)
-class _Data:
-    names: list[str]
-    changes: list[str]
-    """What the script does to the rows."""
-    share: float | None
-    """The share that it holds out."""
+def _plain(found: Any, left: list[int] | None = None) -> Any:
+    """A value that a setting may have. `left`: how many values it may still hold; names can say much with little."""
+    left = left or [LONGEST]
+    left[0] -= 1
+    if left[0] < 0:
+        raise Undecided
+    if isinstance(found, list):
+        return [_plain(one, left) for one in found]
+    if isinstance(found, dict):
+        return {key: _plain(one.found, left) for key, one in found.items()}
+    if isinstance(found, Imported) and found.startswith("torch:"):
+        return found.removeprefix("torch:")
+    if isinstance(found, Imported) or not isinstance(found, bool | int | float | str | None):
+        raise Undecided
+    return found
 
 
-def _free_names(text: str) -> list[str]:
-    """The names that a statement takes from outside."""
+def _parsed(found: Any) -> bool:
+    return isinstance(found, Made) and "parse" in found.name
 
-    def names(table: symtable.SymbolTable) -> Iterator[str]:
-        for symbol in table.get_symbols():
-            if symbol.is_global() or (table.get_type() == "module" and symbol.is_referenced()):
-                yield symbol.get_name()
-        for child in table.get_children():
-            yield from names(child)
 
-    return sorted(set(names(symtable.symtable(text, "script", "exec"))))
+def _item(found: Any, key: Any) -> Any:
+    """`found[key]`. Of what a parser fills, every item is one more; of a data set, it is a split."""
+    match found:
+        case Made(given={"test_size": _}) if key in (0, "train"):
+            return found
+        case Made(name="load_dataset", given=given) if "test_size" not in given:
+            split = _plain(given["split"].found)[key] if "split" in given else key
+            return replace(found, given={**given, "split": Value(split, found.node)})
+        case Made() if _parsed(found):
+            return Made(found.name, found.node)
+        case Made(name="from_pretrained") if key == 0:  # model, tokenizer = …
+            return found
+        case list() | dict() if isinstance(found, dict) or key < len(found):
+            return found[str(key)].found if isinstance(found, dict) else found[key]
+    return Unknown(str(key))
+
+
+def _statements(node: ast.AST) -> Iterator[ast.stmt]:
+    """The statements that a compound statement holds."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt):
+            yield child
+        elif isinstance(child, ast.ExceptHandler | ast.match_case):
+            yield from _statements(child)
+
+
+def _expressions(node: ast.AST) -> Iterator[ast.AST]:
+    """The expressions of a statement itself, without those of the statements in it."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr | ast.arguments | ast.keyword | ast.withitem):
+            yield from ast.walk(child)
+
+
+def _last(node: Any) -> str:
+    """The last part of a dotted name."""
+    return str(getattr(node, "attr", getattr(node, "id", getattr(node, "name", ""))))
+
+
+def _fields(definition: Any) -> dict[str, ast.expr]:
+    """The attributes of a class with their values, or the defaults of a dataclass."""
+    found: dict[str, ast.expr] = {}
+    for statement in definition.body if isinstance(definition, ast.ClassDef) else ():
+        value = getattr(statement, "value", None)
+        if isinstance(value, ast.Call) and _last(value.func) == "field":
+            value = next((word.value for word in value.keywords if word.arg == "default"), None)
+        targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+        found |= {target.id: value for target in targets if isinstance(target, ast.Name) and value is not None}
+    return found
+
+
+def _free(text: str) -> set[str]:
+    """The names that statements take from outside."""
+    found, tables = set[str](), [symtable.symtable(text, "script", "exec")]
+    while tables:
+        table = tables.pop()
+        outside = (
+            s for s in table.get_symbols() if s.is_global() or (table.get_type() == "module" and s.is_referenced())
+        )
+        found |= {symbol.get_name() for symbol in outside}
+        tables += table.get_children()
+    return found
 
 
 def _shown(node: ast.AST) -> str:

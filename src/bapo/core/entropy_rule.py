@@ -155,24 +155,6 @@ def staleness_histogram(
 
 
 @torch.no_grad()
-def response_statistics(
-    rewards: Tensor,  # [sequences]
-    lengths: Tensor,  # [sequences] tokens
-    *,
-    correct_above: float = 0.5,
-) -> dict[str, Tensor]:
-    """Mean reward, and response length by correctness: the imbalance BAPO is about."""
-    correct = rewards > correct_above
-    everything = torch.ones_like(correct)
-    return {
-        "reward": masked_mean(rewards, everything),
-        "length": masked_mean(lengths, everything),
-        "length_correct": masked_mean(lengths, correct),
-        "length_wrong": masked_mean(lengths, ~correct),
-    }
-
-
-@torch.no_grad()
 def ratio_profile(tokens: Tokens, entropy: Tensor) -> dict[str, Tensor]:  # each [bins]
     """Which tokens the policy has moved away from: probability and entropy by ratio (the paper's figures 5 and 10).
 
@@ -183,7 +165,7 @@ def ratio_profile(tokens: Tokens, entropy: Tensor) -> dict[str, Tensor]:  # each
     order every time.
     """
     log_ratio = tokens.log_ratio.detach().flatten()
-    edges = _edges(log_ratio.dtype, log_ratio.device)
+    edges = _edges(LOG_RATIO_EDGES, log_ratio.dtype, log_ratio.device)
     bins = torch.bucketize(log_ratio, edges, right=True)
     inside = bins == torch.arange(len(edges) + 1, device=bins.device)[:, None]
     mask = tokens.mask.flatten()
@@ -210,7 +192,7 @@ def use_profile(tokens: Tokens, retained: Tensor) -> dict[str, Tensor]:  # each 
     """
     assert tokens.uses is not None
     mask, log_ratio = tokens.mask.flatten(), tokens.log_ratio.detach().flatten()
-    edges = _use_edges(tokens.uses.device)
+    edges = _edges(USE_EDGES, torch.int64, tokens.uses.device)
     bins = torch.bucketize(tokens.uses.flatten(), edges, right=True)
     inside = (bins == torch.arange(len(edges) + 1, device=bins.device)[:, None]) & mask
     advantages, kept = tokens.advantages.flatten(), retained.flatten()
@@ -229,14 +211,9 @@ def use_profile(tokens: Tokens, retained: Tensor) -> dict[str, Tensor]:  # each 
 
 
 @cache
-def _edges(dtype: torch.dtype, device: torch.device) -> Tensor:
+def _edges(edges: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Cached, because copying numbers from the host to the device makes the host wait."""
-    return torch.tensor(LOG_RATIO_EDGES, dtype=dtype, device=device)
-
-
-@cache
-def _use_edges(device: torch.device) -> Tensor:
-    return torch.tensor(USE_EDGES, device=device)
+    return torch.tensor(edges, dtype=dtype, device=device)
 
 
 def update_statistics(
@@ -251,9 +228,8 @@ def update_statistics(
     """All statistics that the tokens of one update allow, as 0-d tensors.
 
     `entropy`, that of each token's own distribution, adds the Entropy-Clip Rule. `trained` holds the same tokens with
-    the advantages that were trained on, where those were weighed; the rule uses them. `ratio_profile` and
-    `use_profile`, which return vectors, and `staleness_histogram` and `response_statistics`, which need versions and
-    rewards, are called beside it.
+    the advantages that were trained on, where those were weighed; the rule uses them. `ratio_profile`,
+    `use_profile` and `staleness_histogram`, which return vectors, are called beside it.
     """
     metrics = clip_statistics(tokens, retained) | ratio_statistics(tokens) | share_statistics(tokens, settings, bounds)
     if entropy is not None:

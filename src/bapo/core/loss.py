@@ -119,13 +119,8 @@ def policy_loss(
             raise ValueError(
                 f"loss_weights= are those of reduction='balanced', and {reduction!r} would ignore them. Leave them out."
             )
-        optional = {
-            "sequence_ids": sequence_ids,
-            "entropy": entropy,
-            "loss_weights": loss_weights,
-            "log_kept": log_kept,
-        }
-        tokens = _checked(logprobs, behavior_logprobs, advantages, mask, rule, uses, **optional)
+        given: dict[str, Any] = {"sequence_ids": sequence_ids, "loss_weights": loss_weights, "log_kept": log_kept}
+        tokens = _checked(logprobs, behavior_logprobs, advantages, mask, rule, uses, entropy=entropy, **given)
         if denominator is None:
             check_not_empty(
                 tokens.mask, "Skip it; as one part of a larger update, pass the update's bounds= and denominator=."

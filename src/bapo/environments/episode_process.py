@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 from bapo.environments.calls import FORMATS, own
 from bapo.environments.shapes import Game, Tools, is_game, named
-from bapo.process.limited_worker import OUT_OF_MEMORY, data_in_use, describe, receive, send
+from bapo.process.limited_worker import DATA, OUT_OF_MEMORY, describe, in_use, receive, send
 from bapo.tasks.verify.finding import find_function
 
 __all__ = ["serve"]
@@ -148,7 +148,7 @@ def _live(environments: Made, address: str, number: int, seconds: float, memory_
     try:
         os.setpgid(0, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        at_start = data_in_use()
+        at_start = in_use(DATA)
         if memory_mb and at_start:
             resource.setrlimit(resource.RLIMIT_DATA, (at_start + memory_mb * 2**20,) * 2)
         connection = socket.socket(socket.AF_UNIX)

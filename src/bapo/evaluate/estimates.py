@@ -63,7 +63,6 @@ def avg_at_k(
     rewards: Sequence[Sequence[float]],  # [problems][samples]
 ) -> Estimate:
     """Mean over problems of their mean reward. Rewards outside [0, 1] stretch the interval's scale to themselves."""
-    _check(rewards)
     floor = min(0.0, min(map(min, rewards)))
     ceiling = max(1.0, max(map(max, rewards)))
     unit = _interval([(fmean(row) - floor) / (ceiling - floor) for row in rewards], trials=sum(map(len, rewards)))
@@ -75,17 +74,9 @@ def avg_at_k(
 def pass_at_k(
     rewards: Sequence[Sequence[float]],  # [problems][samples], at least k samples each
     k: int,
-    threshold: float = SOLVED,
 ) -> Estimate:
-    """Mean over problems of 1 - C(n - c, k) / C(n, k), with c of the problem's n rewards above the threshold."""
-    _check(rewards)
-    if k < 1:
-        raise ValueError(f"k={k}: pass@k asks about k responses. Set k >= 1.")
-    shortest = min(map(len, rewards))
-    if shortest < k:
-        few = f"k={k}, but a problem has only {shortest} samples"
-        raise ValueError(f"{few}. Sample at least {k} per problem, or set k <= {shortest}.")
-    wrong = [sum(not reward > threshold for reward in row) for row in rewards]
+    """Mean over problems of 1 - C(n - c, k) / C(n, k), with c of the problem's n rewards above SOLVED."""
+    wrong = [sum(not reward > SOLVED for reward in row) for row in rewards]
     values = [1 - comb(count, k) / comb(len(row), k) for count, row in zip(wrong, rewards, strict=True)]
     return _interval(values, trials=sum(map(len, rewards)))
 
@@ -93,33 +84,20 @@ def pass_at_k(
 def maj_at_k(
     rewards: Sequence[Sequence[float]],  # [problems][k]
     answers: Sequence[Sequence[str | None]],  # the same shape; None: the response gives no answer
-    threshold: float = SOLVED,
 ) -> Estimate:
     """Mean over problems of the chance that an answer drawn from the most frequent ones is right."""
-    _check(rewards)
-    if [len(row) for row in rewards] != [len(row) for row in answers]:
-        raise ValueError("rewards and answers differ in shape. Give one answer, or None, for every reward.")
-    values = [_majority(row, given, threshold) for row, given in zip(rewards, answers, strict=True)]
+    values = [_majority(row, given) for row, given in zip(rewards, answers, strict=True)]
     return _interval(values, trials=sum(map(len, rewards)))
 
 
-def _majority(rewards: Sequence[float], answers: Sequence[str | None], threshold: float) -> float:
+def _majority(rewards: Sequence[float], answers: Sequence[str | None]) -> float:
     """The mean over a in M of s_a / n_a of the module's docstring."""
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
         return 0.0
     most = max(votes.values())
-    solved = Counter(answer for answer, reward in zip(answers, rewards, strict=True) if reward > threshold)
+    solved = Counter(answer for answer, reward in zip(answers, rewards, strict=True) if reward > SOLVED)
     return fmean(solved[answer] / most for answer, count in votes.items() if count == most)
-
-
-def _check(rewards: Sequence[Sequence[float]]) -> None:
-    if not rewards:
-        raise ValueError("there are no problems: rewards is empty. Give one row of rewards per problem.")
-    for index, row in enumerate(rewards):
-        if not row or not all(map(isfinite, row)):
-            wrong = f"has the rewards {list(row)}; every reward must be a finite number" if row else "has no samples"
-            raise ValueError(f"problem {index} {wrong}. Give at least one reward per problem.")
 
 
 def _interval(

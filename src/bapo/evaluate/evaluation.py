@@ -169,8 +169,8 @@ def _load(name: str, settings: Settings) -> DataSet:
         label, problems, scores, notes = name, list(task.test), task.scores, []
     else:
         columns = {key: getattr(settings, key) for key in ("prompt_column", "answer_column", "template")}
-        own = settings.reward if settings.reward not in (None, MATH) else None
-        whole_rows = own is not None and judged(own, find_function(own)).style != "ours"
+        functions = [one for one in settings.rewards if one != MATH]
+        whole_rows = any(judged(one, find_function(one)).style != "ours" for one in functions)
         problems, report = load_problems([name], **columns, whole_rows=whole_rows)
         label, scores = resolve(name).label, None
         notes = [f"{label}: {report}"] if report.read > report.kept else []
@@ -208,7 +208,9 @@ def open_scorers(
         return
     limits: dict[str, Any] = {"seconds": settings.reward_seconds, "memory_mb": settings.reward_memory_mb}
     try:
-        scores, close, *_ = open_scorer([settings.reward or MATH], opens_thinking=opens_thinking, **limits)
+        scores, close, *_ = open_scorer(
+            settings.rewards or (MATH,), opens_thinking=opens_thinking, weights=settings.reward_weights, **limits
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from error
     try:
@@ -248,7 +250,8 @@ def identify(settings: Settings, policy: Policy, data_sets: Sequence[DataSet]) -
         **{
             key: value
             for key, value in asdict(settings).items()
-            if key not in ("chunk", "holdout") and (key, value) not in LEAVES_OUT_NOTHING.items()
+            if key not in ("chunk", "holdout")
+            and (key, value) not in {**LEAVES_OUT_NOTHING, "reward_weights": ()}.items()
         },
         "max_tokens": max_tokens,
         "chunk": settings.chunk_problems,
@@ -302,14 +305,18 @@ def _max_tokens(settings: Settings, policy: Policy, longest: int) -> int:
 
 
 def _versions_of_verifier(data_sets: Sequence[DataSet], settings: Settings) -> dict[str, str]:
-    """What the rewards depend on besides the settings: the version of math-verify, or the file of a function."""
-    if settings.reward is not None and settings.reward != MATH:
-        file = inspect.getsourcefile(find_function(settings.reward))
-        return {"reward_file": sha256(Path(file).read_bytes()).hexdigest()[:16]} if file else {}
+    """What the rewards depend on besides the settings: the files of functions, and the version of math-verify."""
+    functions = [one for one in settings.rewards if one != MATH]
+    files = [file for one in functions if (file := inspect.getsourcefile(find_function(one)))]
+    found = (
+        {"reward_file": sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()[:16]} if files else {}
+    )
+    if functions and len(functions) == len(settings.rewards):
+        return found
     if settings.reward is None and all(data.own_scorer for data in data_sets):
         return {}
     try:
-        return {"math_verify": version("math-verify"), "sympy": version("sympy")}
+        return found | {"math_verify": version("math-verify"), "sympy": version("sympy")}
     except PackageNotFoundError:
         install = "Install it with `pip install 'bapo[math]'`, or give --reward module:function."
         raise ValueError(f"--reward math needs math-verify, which is not installed. {install}") from None

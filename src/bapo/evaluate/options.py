@@ -97,7 +97,10 @@ class Settings:
     """Use only the share of the problems that `bapo train` holds out with this task.holdout, if --data names what it
     trains on. 0 uses all."""
     reward: Annotated[str | None, option(default="the data set's own verifier if it has one, otherwise math")] = None
-    """What scores responses: math (math-verify, in separate processes), or module:function for a function of yours."""
+    """What scores responses: math (math-verify, in separate processes), or module:function for a function of yours.
+    Several, with commas: the reward is their weighted sum."""
+    reward_weights: tuple[float, ...] = ()
+    """What each of several rewards is multiplied by. Empty: 1."""
     reward_seconds: float = 10.0
     """Time limit for scoring one response, with math or an async function; a plain function has none."""
     reward_memory_mb: int = 2048
@@ -158,10 +161,26 @@ class Settings:
             raise ConfigError("--data names no data set. Give for example --data gsm8k, or name=path.")
         if not 0 < self.reward_seconds < math.inf:
             raise ConfigError(f"--reward-seconds {self.reward_seconds}: it must be a finite number above 0.")
-        if self.reward not in (None, "math") and ":" not in str(self.reward):
+        for one in self.rewards:
+            if one == "judge":
+                raise ConfigError(
+                    "--reward judge: `bapo eval` asks no judge. The evaluations of a run do: bapo train with "
+                    "task.reward=judge and eval.every."
+                )
+            if one != "math" and ":" not in one:
+                raise ConfigError(f"--reward {one}: it is neither math nor module:function. {written_as(one)}")
+        if self.reward_weights and len(self.reward_weights) != len(self.rewards):
             raise ConfigError(
-                f"--reward {self.reward}: it is neither math nor module:function. {written_as(str(self.reward))}"
+                f"--reward-weights has {len(self.reward_weights)} weights for {len(self.rewards)} rewards. Give "
+                "--reward as many, with commas."
             )
+        if not all(map(math.isfinite, self.reward_weights)):
+            raise ConfigError(f"--reward-weights {self.reward_weights}: give finite numbers.")
+
+    @property
+    def rewards(self) -> tuple[str, ...]:
+        """What is asked to score responses; empty if nobody said."""
+        return () if self.reward is None else tuple(name.strip() for name in self.reward.split(","))
 
     @property
     def chunk_problems(self) -> int:

@@ -21,7 +21,7 @@ from bapo.config.numerals import counted
 from bapo.evaluate.estimates import Row, by_data_set
 from bapo.evaluate.options import Settings, sampling_of
 from bapo.screen.steady import SteadyLive
-from bapo.screen.terminal import can_redraw, duration, eta, make_console, shortened, write_line
+from bapo.screen.terminal import aligned, can_redraw, duration, eta, make_console, shortened, write_line
 from bapo.screen.watch import OnScreen, Tell, in_lines
 
 
@@ -142,11 +142,7 @@ def results_table(results: dict[str, Any]) -> str:
         scores = (_interval(found[key]) for key in ("avg", "pass_k", "maj"))
         cut, length = f"{found['truncated']['value']:.1%}", f"{found['length']:.1f}"
         table.append([name, str(found["problems"]), *scores, cut, length, str(found["failures"])])
-    first, *widths = (max(map(len, column)) for column in zip(*table, strict=True))
-    return "\n".join(
-        "  ".join([name.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))])
-        for name, *cells in table
-    )
+    return "\n".join(aligned(table))
 
 
 def failure_note(results: dict[str, Any]) -> str:

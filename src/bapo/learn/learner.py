@@ -40,20 +40,12 @@ from bapo.core.tokens import Tokens
 from bapo.learn.diagnostics import Output, of_all_ranks, response_ess, update_metrics
 from bapo.learn.forward import allow_deterministic_products, can_pack, deterministic
 from bapo.learn.head import Predicted, WholeModel
-from bapo.learn.health import (
-    Drift,
-    NotFinite,
-    Skipped,
-    cause_of,
-    check_logprobs,
-    drift,
-    logged_tokens,
-)
+from bapo.learn.health import Drift, NotFinite, Skipped, cause_of, check_logprobs, drift, logged_tokens
 from bapo.learn.learner_settings import LearnerSettings, ess_factor, learning_rate
 from bapo.learn.optimizer import optimizer_for
 from bapo.learn.packing import ALL, Part, empty_batch, pack, pack_contexts
 from bapo.learn.ranks import CANNOT, Ranks, failing_together, largest, summed
-from bapo.learn.reference import Reference, check_referred, mean_gap
+from bapo.learn.reference import Reference, mean_gap
 from bapo.learn.state import fingerprint, load_state, save_state
 from bapo.learn.terms import EntropyBonus, added_terms
 from bapo.types import Group, Metrics, TokenBatch
@@ -85,19 +77,18 @@ class Learns(Protocol):
 
     def step(self, groups: Sequence[Group]) -> Update:
         """One optimizer step on the responses of these groups."""
-        ...
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """The weights as they are now, for an engine to load."""
-        ...
 
     def save(self, directory: Path) -> None:
         """Write the state that `load` restores."""
-        ...
 
     def load(self, directory: Path, *, version: int) -> None:
         """Restore what `save` wrote at this version."""
-        ...
+
+    def saved(self, checkpoint: Path) -> None:
+        """Called when a checkpoint of the present version is complete."""
 
 
 class Learner:
@@ -158,7 +149,6 @@ class Learner:
         with self.telling_others():
             if self.reference is not None:
                 self.reference.add_logprobs(groups)
-            check_referred(groups, settings)
             batches = pack(groups, device=self.device, part=self.part, **options)
         update = self.step_on(batches)
         if self.reference is not None:
@@ -300,6 +290,9 @@ class Learner:
         """Restore what `save` wrote at this version, also on several ranks. KeyError if it belongs to another model."""
         load_state(directory, self.model, self.optimizer, self.noted, self.ranks)
         self.version = version
+
+    def saved(self, checkpoint: Path) -> None:
+        """Nothing is repeated from it in this process."""
 
     @property
     def noted(self) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import torch
 
@@ -13,7 +13,7 @@ from bapo.core.brake import braked
 from bapo.core.loss import policy_loss
 from bapo.core.objectives import OBJECTIVES
 from bapo.core.reduction import Reduction
-from bapo.core.settings import BRAKES, ClipSettings, require_choice, rule_of_used
+from bapo.core.settings import BRAKES, ClipSettings, rule_of_used
 from bapo.types import Truncated
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -100,28 +100,11 @@ class LearnerSettings:
                 f"learn.weight_decay={self.weight_decay} with learn.lr={self.lr} changes a weight by their product in "
                 "every update, which must be a number from 0 to 1. Lower learn.weight_decay."
             )
-        if not self.anchor_limit > 0:
-            raise ValueError(f"anchor_limit={self.anchor_limit} must be above 0: rounding alone makes a gap.")
-        for name in ("kl", "kl_in_reward"):
-            value = getattr(self, name)
-            if not (value >= 0 and math.isfinite(value)):
-                raise ValueError(f"learn.{name}={value} must be a finite number, 0 or above. 0 turns the penalty off.")
-        if not (self.entropy >= 0 and math.isfinite(self.entropy)):
-            raise ValueError(f"learn.entropy={self.entropy} must be a finite number, 0 or above. 0 is no bonus.")
-        require_choice("truncated", self.truncated, get_args(Truncated))
-        require_choice("scope", self.scope, ("update", "microbatch"))
-        require_choice("opsm_on", self.opsm_on, ("used", "all"))
-        require_choice("sensor", self.sensor, ("update", "previous"))
         for name, option in self.options.items():
             if isinstance(option, float) and not math.isfinite(option):
                 raise ValueError(
                     f"objective.options.{name}={option} is not a finite number. Give one, or leave it out."
                 )
-        if self.ess_reference is not None and not 0 < self.ess_reference <= 1:
-            raise ValueError(
-                f"ess_reference={self.ess_reference} must be above 0 and at most 1: it is a share of the responses. "
-                "Set 1.0 as VCPO does, or None for a learning rate that ignores the effective sample size."
-            )
         if self.objective in BRAKES and self.options.keys() <= OBJECTIVES[self.objective].options.keys():
             object.__setattr__(self, "clip", BRAKES[self.objective](**self.options))
 

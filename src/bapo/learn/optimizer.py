@@ -111,11 +111,8 @@ class Optimizer:
         trained = [p for p in parameters if p.requires_grad]
         decayed = [p for p in trained if p.dim() >= 2]
         self.weights = [*decayed, *(p for p in trained if p.dim() < 2)]
-        if any(weight._post_accumulate_grad_hooks for weight in self.weights if weight.dtype != torch.float32):
-            raise ValueError(
-                "another optimizer already takes the gradients of these 16-bit weights. Load the model again, or train "
-                "it with its first learner."
-            )
+        taken = any(weight._post_accumulate_grad_hooks for weight in self.weights if weight.dtype != torch.float32)
+        assert not taken, "another optimizer already takes the gradients of these 16-bit weights"
         return len(decayed)
 
     def clip(self, norm: float) -> Tensor:
@@ -207,12 +204,7 @@ class FlatOptimizer(Optimizer):
     """The same for 16-bit weights on a GPU, in long vectors."""
 
     def __init__(
-        self,
-        parameters: Iterable[Parameter],
-        *,
-        betas: tuple[float, float],
-        weight_decay: float,
-        offload: bool = False,
+        self, parameters: Iterable[Parameter], *, betas: tuple[float, float], weight_decay: float, offload: bool = False
     ) -> None:
         decayed = self._take(parameters)
         self.betas, self.weight_decay = betas, weight_decay

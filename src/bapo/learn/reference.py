@@ -117,17 +117,6 @@ class Reference:
                     trajectory.reference_logprobs = found
 
 
-def check_referred(groups: Sequence[Group], settings: LearnerSettings) -> None:
-    """Refuse responses without the log-probs that learn.kl or learn.kl_in_reward asks for, if one of them does."""
-    compared = (t for group in groups if settings.refers for t in group.compared(settings.truncated))
-    if any(len(t.reference_logprobs) < len(t.versions) for t in compared):
-        key = "kl" if settings.kl else "kl_in_reward"
-        raise ValueError(
-            f"learn.{key}={getattr(settings, key):g}, but some tokens have no log-prob under the reference. Give the "
-            "learner its reference before the first step."
-        )
-
-
 def mean_gap(groups: Sequence[Group], settings: LearnerSettings) -> float:
     """The mean over these responses of how much likelier they were when they were sampled than under the reference."""
     return fmean(t.reference_gap for group in groups for t in group.compared(settings.truncated))

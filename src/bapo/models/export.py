@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from transformers import GenerationConfig
@@ -23,6 +24,22 @@ def write_model(policy: Policy, run: Path, card: str, sampling: Mapping[str, Any
     save_policy(policy, run / "model", card=card, **sampling)
     if policy.adapters is not None:
         save_additions(policy, run / "adapter", card=card, base=base)
+
+
+def check_saves(policy: Policy) -> None:
+    """Save tokenizer and configuration to a place that goes at once. ValueError if that fails: a run would fail so at
+    its end.
+    """
+    with TemporaryDirectory() as scratch:
+        for name, part in (("tokenizer", policy.tokenizer), ("config", policy.model.config)):
+            try:
+                part.save_pretrained(scratch)
+            except Exception as error:
+                raise ValueError(
+                    f"the {name} of the model can be loaded and not saved ({type(error).__name__}: {error}), so a run "
+                    "could not write its model at the end. Correct the model's tokenizer_config.json or config.json, "
+                    "or use another model."
+                ) from error
 
 
 def save_policy(

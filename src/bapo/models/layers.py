@@ -86,18 +86,8 @@ def _check_targets(model: Any, targets: tuple[str, ...]) -> None:
 
 def merged_weights(model: Any) -> dict[str, Tensor]:
     """The weights of the plain model that computes the same: W + (alpha / rank) B A. The model is not changed."""
-    layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
-    weights = {}
-    for name, tensor in model.state_dict().items():
-        layer, _, rest = name.rpartition(".base_layer.")
-        if layer in layers and rest == "weight":
-            delta = layers[layer].get_delta_weight(ADDITION)
-            weights[f"{layer}.weight"] = (tensor.float() + delta.float()).to(tensor.dtype)
-        elif layer in layers:
-            weights[f"{layer}.{rest}"] = tensor
-        elif not any(name.startswith(f"{added}.lora_") for added in layers):
-            weights[name] = tensor
-    return weights
+    layers = ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_A"))
+    return dict(merging(model.state_dict().items(), {name: module.scaling[ADDITION] for name, module in layers}))
 
 
 def merging(weights: Iterable[tuple[str, Tensor]], scale: float | Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
@@ -117,11 +107,8 @@ def merging(weights: Iterable[tuple[str, Tensor]], scale: float | Mapping[str, f
         if len(parts) == 3:
             whole, down, up = (parts[key] for key in sorted(parts))
             del held[layer]
-            if whole.shape != (len(up), down.shape[1]) or up.shape[1] != len(down):
-                raise ValueError(
-                    f"the layer {layer!r} has a weight of shape {tuple(whole.shape)}, but its low-rank additions have "
-                    f"shapes {tuple(up.shape)} and {tuple(down.shape)}. Build a new engine."
-                )
+            fits = whole.shape == (len(up), down.shape[1]) and up.shape[1] == len(down)
+            assert fits, f"the low-rank additions of the layer {layer!r} have other shapes than its weight"
             factor = scale if isinstance(scale, float) else scale[layer]
             yield f"{layer}.weight", (whole.float() + factor * (up.float() @ down.float())).to(whole.dtype)
 

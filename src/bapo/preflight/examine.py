@@ -248,11 +248,7 @@ def _opened(task: TaskConfig, name: str) -> Verifier | str:
 def _reward(task: TaskConfig, verifiers: Mapping[str, Verifier | str], data: TaskData | None) -> Iterator[str]:
     """What is wrong with the verifiers, which are tried on a real row where there is one."""
     if MATH in task.rewards:
-        if find_spec("math_verify") is None:
-            yield (
-                "task.reward='math' needs math-verify, which is not installed. Install it with `pip install "
-                "'bapo[math]'`, or name a function of your own as module:function."
-            )
+        yield from _missing("task.reward='math'", "math_verify", "math")
         try:
             check_answers([] if data is None else [*data.train, *data.test], task.rewards)
         except ValueError as error:

@@ -1,7 +1,6 @@
 """What a process of ours is to the machine around it: signals, other processes, and where it finds its modules.
 
-    stops       the signals that it hears
-    tree        the processes below it
+    stops       the signals that it hears, and the processes below it
     limited     a process that calls one function under limits
 
 Python never looks for modules in the current directory, which may hold the files of a stranger. It would look there

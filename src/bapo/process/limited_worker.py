@@ -45,10 +45,12 @@ from typing import Any, NoReturn
 
 from bapo.process import found_in
 
-__all__ = ["OUT_OF_MEMORY", "data_in_use", "describe", "receive", "send"]
+__all__ = ["DATA", "OUT_OF_MEMORY", "describe", "in_use", "receive", "send"]
 
 OUT_OF_MEMORY = 77
 """Exit status of a child that ran out of memory."""
+ADDRESSES, DATA = 0, 5
+"""Columns of /proc/self/statm: address space, and what of it can be written and is nobody else's."""
 MAX_CAUSE = 200
 """How many characters of an exception's message are passed on."""
 
@@ -70,8 +72,9 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        with found_in(place, name.partition(":")[0]) if place else contextlib.nullcontext():
-            function = _load(name)
+        module, _, attribute = name.partition(":")
+        with found_in(place, module) if place else contextlib.nullcontext():
+            function = getattr(importlib.import_module(module), attribute)
             if lasting:
                 _die_with(int(lasting[0]))
                 about, function = function(**json.loads(lasting[1]))
@@ -117,7 +120,7 @@ def _serve(connection: socket.socket, function: Callable[..., Any], memory_mb: i
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         _give_way()
-        at_start = _address_space()
+        at_start = in_use(ADDRESSES)
         if memory_mb and at_start:
             resource.setrlimit(resource.RLIMIT_AS, (at_start + memory_mb * 2**20,) * 2)
         grown = False
@@ -138,7 +141,7 @@ def _serve(connection: socket.socket, function: Callable[..., Any], memory_mb: i
             signal.setitimer(signal.ITIMER_REAL, 0)
             connection.sendall(reply)
             busy[0] = 0
-            grown = bool(memory_mb) and _address_space() - at_start > memory_mb * 2**19
+            grown = bool(memory_mb) and in_use(ADDRESSES) - at_start > memory_mb * 2**19
     except MemoryError:
         status = OUT_OF_MEMORY
     except BaseException:
@@ -150,7 +153,7 @@ def _serve(connection: socket.socket, function: Callable[..., Any], memory_mb: i
 def _serve_for_good(connection: socket.socket, function: Callable[..., Any], memory_mb: int) -> int:
     """Answer calls in this process until the owner hangs up. Each result is sent as soon as it is known."""
     _give_way()
-    at_start = data_in_use()
+    at_start = in_use(DATA)
     if memory_mb and at_start:
         resource.setrlimit(resource.RLIMIT_DATA, (at_start + memory_mb * 2**20,) * 2)
     with contextlib.suppress(EOFError, OSError):
@@ -159,7 +162,7 @@ def _serve_for_good(connection: socket.socket, function: Callable[..., Any], mem
                 function(receive(connection), lambda *result: send(connection, result))
             except MemoryError:
                 os._exit(OUT_OF_MEMORY)
-            send(connection, {"grown": bool(memory_mb) and data_in_use() - at_start > memory_mb * 2**19})
+            send(connection, {"grown": bool(memory_mb) and in_use(DATA) - at_start > memory_mb * 2**19})
     return 0
 
 
@@ -189,17 +192,6 @@ def describe(error: BaseException) -> str:
     return f"{kind}: {message[:MAX_CAUSE]}" if message else kind
 
 
-def _load(name: str) -> Callable[..., Any]:
-    """The function that `module:function` names. Raises ValueError if there is none."""
-    module, colon, function = name.partition(":")
-    if not (module and colon and function):
-        raise ValueError(f"{name!r} does not name a function. Write it as module:function.")
-    found = getattr(importlib.import_module(module), function, None)
-    if not callable(found):
-        raise ValueError(f"{name!r} does not name a function: module {module!r} has no function {function!r}.")
-    return found  # type: ignore[no-any-return]
-
-
 def _encoded(message: Any) -> bytes:
     body = json.dumps(message, default=_as_data).encode()  # ASCII: any text survives, even lone surrogates
     return len(body).to_bytes(8, "big") + body
@@ -214,17 +206,8 @@ def _exactly(connection: socket.socket, count: int) -> bytearray:
     return data
 
 
-def _address_space() -> int:
-    """Bytes of address space in use; 0 where the system does not report it."""
-    return _pages(0)
-
-
-def data_in_use() -> int:
-    """Bytes of address space that can be written and are nobody else's; 0 where the system does not report it."""
-    return _pages(5)
-
-
-def _pages(column: int) -> int:
+def in_use(column: int) -> int:
+    """Bytes of this kind that are in use; 0 where the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[column]) * resource.getpagesize()
     except OSError:

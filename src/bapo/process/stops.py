@@ -16,6 +16,14 @@ torchrun passes a Ctrl-C on to ranks that have heard it already. What a rank hea
 signal therefore counts as the same one.
 
 Only `bapo` itself calls `watch`. Without it, `listening` still hears signals, and everything else here does nothing.
+
+A process below this one is known by its id and the time it began, so a later process with the same id is safe. Where
+there is no /proc, nobody is found; the children of ours then end because their connections to us do.
+
+    python -P -m bapo.process.stops PID
+
+is a watchdog: it ends everything that a process has started when that process ends, even by SIGKILL. A Ray that we
+start has some twenty processes below ours. Most of them notice when it is killed; some do not.
 """
 
 from __future__ import annotations
@@ -27,12 +35,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
+from pathlib import Path
 from typing import Any, NoReturn
-
-from bapo.process.tree import end_all_below
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STOPPED = 130
@@ -47,6 +54,17 @@ STOPPED_SECONDS, FAILED_SECONDS = 1.0, 10.0
 """How long a process may take to end after its command has said that it was stopped, or that it failed."""
 AGAIN_SECONDS = 0.01
 """How long after a Ctrl-C was dropped it is sent again: the destructor that it met has ended by then."""
+
+SETTLE_SECONDS = 0.02
+"""How long the kernel may take to hand the children of a killed process to us."""
+LOOK_SECONDS = 1.0
+"""How often the watchdog looks who is below its owner."""
+GRACE_SECONDS = 5.0
+"""How long the processes below a lost owner may take to end by themselves."""
+_PR_SET_CHILD_SUBREAPER = 36
+
+Process = tuple[int, int]
+"""An id, and when the process began, in the kernel's clock ticks."""
 
 
 class StopAsked(KeyboardInterrupt):
@@ -289,3 +307,63 @@ def _write(text: str, descriptor: int = 2) -> None:
     with suppress(OSError):
         if select.select([], [descriptor], [], 0)[1]:
             os.write(descriptor, text.encode(errors="replace"))
+
+
+# The processes below this one.
+
+
+def processes() -> dict[Process, int]:
+    """Every process of this machine, with the id of its parent."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, IndexError, ValueError):
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if fields[0] != "Z":
+                found[int(entry.name), int(fields[19])] = int(fields[1])
+    return found
+
+
+def below(owner: int) -> set[Process]:
+    """All processes below this one, except the process that asks."""
+    parents = processes()
+    found: set[Process] = set()
+    edge = {owner}
+    while edge := {process[0] for process, parent in parents.items() if parent in edge and process not in found}:
+        found |= {process for process in parents if process[0] in edge}
+    return {process for process in found if process[0] != os.getpid()}
+
+
+def end_all_below(*, seconds: float) -> None:
+    """Kill every process below this one, and those that they start meanwhile; gives up after so many seconds."""
+    with suppress(OSError, AttributeError):  # not on Linux
+        import ctypes  # here: it imports struct, and the current directory may still be on the path when bapo begins
+
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # children of the killed become ours
+    until = time.monotonic() + seconds
+    while (left := below(os.getpid())) and time.monotonic() < until:
+        _kill(left)
+        time.sleep(SETTLE_SECONDS)
+
+
+def _kill(found: Iterable[Process]) -> None:
+    for pid, _ in found:
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def guard(owner: int) -> None:
+    """Wait for the end of this process, then end everybody that it had started."""
+    itself = [process for process in processes() if process[0] == owner]
+    known: set[Process] = set()
+    while itself and itself[0] in processes():
+        known |= below(owner)
+        known &= processes().keys()
+        time.sleep(LOOK_SECONDS)
+    time.sleep(GRACE_SECONDS)
+    _kill(known & processes().keys())
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # its owner hears them, too, and ends first
+    guard(int(sys.argv[1]))

@@ -102,7 +102,10 @@ def _title(arms: Sequence[Arm]) -> str:
         return f"{_title(compared)}, with supervised runs"
     if not arms:
         return "No runs"
-    named = {"models": _unique(_model(arm.config) for arm in arms), "tasks": _unique(_task(arm.config) for arm in arms)}
+    named = {
+        "models": _unique(Path(arm.config["model"]["path"]).name for arm in arms),
+        "tasks": _unique(_task(arm.config) for arm in arms),
+    }
     about = " on ".join(f"{len(names)} {kind}" if names[2:] else " and ".join(names) for kind, names in named.items())
     settings, objectives = _unique(arm.setting for arm in arms), _unique(arm.objective for arm in arms)
     record = grid_record(arms)
@@ -116,10 +119,6 @@ def _title(arms: Sequence[Arm]) -> str:
         which = f"{objectives[0]} in {len(settings)} settings" if settings[1:] else f"{objectives[0]}, {settings[0]}"
         return f"{which}: {about}"
     return f"{(' against ' if len(objectives) == 2 else ', ').join(objectives)}: {about}"
-
-
-def _model(config: dict[str, Any]) -> str:
-    return Path(config["model"]["path"]).name
 
 
 def _task(config: dict[str, Any]) -> str:

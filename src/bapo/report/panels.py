@@ -25,15 +25,7 @@ from typing import Any, Literal
 from bapo.pages import number, numbers, panel
 from bapo.report.arms import Arm
 from bapo.runs.read import Run, logged
-from bapo.runs.statistics import (
-    FEWEST_SEEDS,
-    aggregate,
-    interval,
-    mean,
-    measures,
-    sampled_responses,
-    student_quantile,
-)
+from bapo.runs.statistics import FEWEST_SEEDS, aggregate, interval, mean, measures, sampled_responses, student_quantile
 from bapo.types import LOG_RATIO_EDGES, USE_EDGES
 
 Panel = dict[str, Any]

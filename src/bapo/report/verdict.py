@@ -26,15 +26,7 @@ from typing import Any
 from bapo.config.sections import ObjectiveConfig
 from bapo.config.words import flat
 from bapo.report.arms import Arm, grid_record, samples_per_problem
-from bapo.runs.comparison import (
-    Rows,
-    against_first,
-    at_temperature,
-    difference_cells,
-    judge,
-    meeting_by,
-    scored_on,
-)
+from bapo.runs.comparison import Rows, against_first, at_temperature, difference_cells, judge, meeting_by, scored_on
 from bapo.runs.read import Run, logged
 from bapo.runs.statistics import (
     FEW_RESPONSES,

@@ -12,8 +12,8 @@ engine stamps its version on every token, so there is never a doubt about which 
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from bapo.types import Status
 
@@ -31,7 +31,7 @@ NOTHING_LOADED = -1
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn. Log-probs and entropies belong to the distribution that is left by temperature and
-    truncation (`truncation.py`)."""
+    truncation (`sittings.py`)."""
 
     temperature: float = 1.0
     """Divides the logits. 0 is greedy."""
@@ -207,11 +207,9 @@ def join(parts: Sequence[Segment]) -> Segment:
     """Join consecutive segments of one response into one, with the status of the last."""
     if len(parts) == 1:
         return parts[0]
-    return Segment(
-        tokens=[token for part in parts for token in part.tokens],
-        logprobs=[logprob for part in parts for logprob in part.logprobs],
-        entropies=[entropy for part in parts for entropy in part.entropies],
-        versions=[version for part in parts for version in part.versions],
-        status=parts[-1].status,
-        log_kept=[mass for part in parts for mass in part.log_kept],
-    )
+    lists: dict[str, Any] = {
+        each.name: [value for part in parts for value in getattr(part, each.name)]
+        for each in fields(Segment)
+        if each.name != "status"
+    }
+    return Segment(**lists, status=parts[-1].status)

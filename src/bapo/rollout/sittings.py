@@ -1,4 +1,4 @@
-"""What engines share: the requests and weights that all of them refuse, and the verbs of those in this process.
+"""What engines share: what all of them refuse, what truncation leaves, and the verbs of those in this process.
 
 An engine in this process does its work in sittings: each `submit` begins one, and `collect` works on it.
 """
@@ -30,31 +30,12 @@ def copy_weights(weights: Iterable[tuple[str, Tensor]], places: Mapping[str, Ten
     """
     missing = set(places)
     for name, tensor in weights:
-        if name not in places:
-            raise ValueError(
-                f"the engine has no place for the weight {name!r}: model or head have changed. Build a new engine."
-            )
-        if tensor.shape != (shape := places[name].shape):
-            raise ValueError(
-                f"the weight {name!r} has shape {tuple(tensor.shape)}, but the engine was built for {tuple(shape)}. "
-                "Build a new engine."
-            )
+        assert name in places, f"the engine has no place for the weight {name!r}"
+        assert tensor.shape == places[name].shape, f"the weight {name!r} has another shape than the engine's"
         if tensor.data_ptr() != places[name].data_ptr():
             places[name].copy_(tensor)
         missing.discard(name)
-    if missing:
-        raise ValueError(
-            f"{len(missing)} weights were not loaded ({min(missing)!r}, for example), so the engine would sample with "
-            "old ones. Load all weights, or build a new engine if a head was tied or untied since."
-        )
-
-
-def check_engine_sizes(slots: int, prefill_tokens: int) -> None:
-    """Refuse sizes that would let nothing be sampled."""
-    refuse(
-        (slots < 1, f"slots={slots} leaves no room to sample in. Set slots >= 1."),
-        (prefill_tokens < 1, f"prefill_tokens={prefill_tokens} lets no context in. Set prefill_tokens >= 1."),
-    )
+    assert not missing, f"{len(missing)} weights were not loaded ({min(missing)!r}, for example)"
 
 
 def check_idle(under_way: object | None, verb: str) -> None:
@@ -102,6 +83,39 @@ def check_requests(
         )
 
 
+def left_by(
+    sampling: Sampling,
+    logits: Tensor,  # [rows, vocabulary] over the temperature
+) -> tuple[Tensor, Tensor]:  # [rows, vocabulary] bool: the tokens left; [rows] float32: log m
+    """Which tokens truncated sampling leaves, and how much of the probability.
+
+    Three rules may leave tokens out, each of those that the one before it has left:
+
+        min_p   tokens that are less than min_p times as likely as the likeliest one
+        top_k   all but the k likeliest
+        top_p   all but the likeliest that together hold the share top_p
+
+    A token that is exactly as likely as the last one of these is left in, too, so equal tokens are never told apart.
+    The likeliest token always stays. The mass m is the probability of what is left, among the whole vocabulary at the
+    temperature of sampling. Tokens are drawn from p / m. That is the recorded log-prob, and log m is recorded beside
+    it. Probabilities are in float32, relative to the likeliest token, and sums of them in float64.
+
+    Where a logit is not finite, all that it spoils is left in, so that the draw sees it. Nothing waits for the device.
+    """
+    weights = (logits - logits.max(dim=-1, keepdim=True).values).float().exp()
+    least = torch.full_like(weights[:, :1], sampling.min_p)  # the weight of the last token that is left
+    if 0 < sampling.top_k < logits.shape[-1]:
+        least = torch.maximum(least, weights.topk(sampling.top_k, dim=-1).values[:, -1:])
+    if sampling.top_p < 1:
+        ordered = torch.where(weights >= least, weights, 0.0).sort(dim=-1, descending=True).values
+        held = ordered.cumsum(-1, dtype=torch.float64)
+        short = (held < sampling.top_p * held[:, -1:]).sum(-1, keepdim=True)  # tokens before the one that reaches it
+        least = torch.maximum(least, ordered.gather(-1, short))
+    left = ~(weights < least)
+    mass = torch.where(left, weights, 0.0).sum(-1, dtype=torch.float64) / weights.sum(-1, dtype=torch.float64)
+    return left, mass.log().float()
+
+
 class NonFiniteLogits(FloatingPointError, ValueError):  # noqa: N818
     """The model gives logits that no token can be drawn from."""
 
@@ -131,7 +145,6 @@ class InProcessEngine:
     """The context in which a sitting works."""
 
     def __init__(self, model: PreTrainedModel, *, slots: int, prefill_tokens: int) -> None:
-        check_engine_sizes(slots, prefill_tokens)
         self.model, self.slots, self.prefill_tokens = model, slots, prefill_tokens
         self.version = NOTHING_LOADED
         self._sitting: Any = None

@@ -148,11 +148,6 @@ def probe(
     The table holds log-probs at temperature 1. The tempered ones follow from them: log_softmax(table / temperature).
     `tolerance` is for the largest gap, `mean_tolerance` for the mean: in 16 bits single tokens may be far off.
     """
-    if len(table) != len(contexts) or not contexts or draws < 1 or not temperature > 0:
-        raise ValueError(
-            f"a probe needs one row of the table per context and a positive temperature, but got {len(table)} rows, "
-            f"{len(contexts)} contexts, temperature {temperature} and {draws} draws."
-        )
     expected = torch.log_softmax(table.double() / temperature, dim=-1)
     requests = [
         Request(list(context), position=0, seed=draw, max_new_tokens=1) for context in contexts for draw in range(draws)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import time
-import uuid
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -49,11 +48,6 @@ class Restart:
             return f"{self.who}, which had no responses, is replaced: {self.why}"
         theirs = f"{counted(self.responses, 'response')} ({counted(self.tokens, 'token')} already streamed)"
         return f"{self.who} is replaced, and others go on with its {theirs}: {self.why}"
-
-
-def new_id() -> str:
-    """An identity that no other run has."""
-    return uuid.uuid4().hex
 
 
 def record(run: Path, event: str, **facts: Any) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 from bapo.config.errors import CheckpointError, ConfigError
 from bapo.config.numerals import counted
 from bapo.runs import files
+from bapo.screen.terminal import aligned
 
 FILE = "ledger.jsonl"
 RELEASED = ("retired", "expired", "evicted")
@@ -101,8 +102,7 @@ class Balance:
     def table(self) -> str:
         """All of it for people: what became of the groups, and each kind of mistake once."""
         rows = [(word, f"{self.states[state]:,}") for state, word in _WORDS.items() if state in self.states]
-        left, right = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
-        lines = [self._told(), *(f"  {word:<{left}}  {count:>{right}}" for word, count in rows)]
+        lines = [self._told(), *(f"  {line}" for line in (aligned(rows) if rows else ()))]
         if not self.wrong:
             return "\n".join([*lines, "the ledger balances"])
         lines.append(f"the ledger does not balance; entries that do not add up: {len(self.wrong):,}")

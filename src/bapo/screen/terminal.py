@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -126,6 +126,12 @@ def shortened(text: str, length: int) -> str:
     """The words of a text on one line, cut with an ellipsis where they are too long."""
     joined = " ".join(str(text).split())
     return joined if len(joined) <= length else joined[: length - 1] + "…"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table: its first column to the left, the others to the right."""
+    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([name.ljust(first), *map(str.rjust, texts, others)]).rstrip() for name, *texts in rows]
 
 
 def _encoding(stream: TextIO) -> str:

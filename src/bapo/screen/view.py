@@ -24,7 +24,7 @@ from itertools import pairwise
 from math import isclose, isfinite, nan
 from statistics import fmean
 from threading import RLock, Thread
-from typing import Self, TextIO
+from typing import Any, Self, TextIO
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -34,7 +34,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bapo.screen.steady import SteadyLive, unechoed
-from bapo.screen.terminal import can_redraw, eta, make_console, printable, write_line
+from bapo.screen.terminal import aligned, can_redraw, eta, make_console, printable, write_line
 from bapo.screen.watch import ActorLine, OnScreen, Tell, in_lines
 
 SHOWN = {
@@ -122,10 +122,8 @@ def summary_table(title: str, rows: Sequence[tuple[str, str, str]], *, stream: T
     stream = stream or sys.stdout
     lines = [tuple(printable(cell, newline=" ") for cell in row) for row in (("", "before", "after"), *rows)]
     if not can_redraw(stream):
-        name, before, after = (max(map(len, column)) for column in zip(*lines, strict=True))
-        write_line(stream, printable(title))
-        for line in lines:
-            write_line(stream, f"  {line[0]:<{name}}  {line[1]:>{before}}  {line[2]:>{after}}")
+        for text in (printable(title), *(f"  {row}" for row in aligned(lines))):
+            write_line(stream, text)
         return
     table = Table(box=box.ROUNDED, title=Text(printable(title), "bold"), title_justify="left", border_style="dim")
     for heading, justify, style in zip(lines[0], ("left", "right", "right"), ("", "", "bold green"), strict=True):
@@ -152,7 +150,7 @@ class View:
     def __exit__(self, *_: object) -> None:
         return
 
-    def step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
+    def step(self, step: int, metrics: Mapping[str, Any], timing: Mapping[str, float]) -> None:
         """Called once per training step, counted from 1."""
         given = {**metrics, **timing}
         with self.lock:
@@ -217,7 +215,7 @@ class PlainView(View):
         if self.waiting:
             self._print_step()
 
-    def step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
+    def step(self, step: int, metrics: Mapping[str, Any], timing: Mapping[str, float]) -> None:
         """Print a line now and then, and always for the last step."""
         super().step(step, metrics, timing)
         self.waiting = True

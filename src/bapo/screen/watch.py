@@ -9,7 +9,7 @@ A watch only observes. Nothing that is sampled, scored or learned depends on a w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -71,8 +71,6 @@ class Told(Protocol):
 
 Tell = Callable[[Told], None]
 """A function that is told how far something is."""
-Watching = Callable[[str], AbstractContextManager[Tell | None]]
-"""Opens a watch around some work, given its name ("sampling", "learning"). The work tells the watch how far it is."""
 
 
 @contextmanager

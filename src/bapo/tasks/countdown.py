@@ -21,10 +21,10 @@ disjoint, and the order depends on nothing but the seed.
 import operator
 import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from hashlib import sha256
 from itertools import combinations_with_replacement, permutations, product
 
-from bapo.tasks.task import check_sizes
 from bapo.types import Problem, Score
 
 MAX_NUMBER = 15
@@ -48,19 +48,7 @@ class Countdown:
     """The countdown task: problems drawn from a seed, and their verifier."""
 
     def __init__(self, *, train_size: int = 4096, test_size: int = 512, seed: int = 0) -> None:
-        pairs: list[_Pair] = [
-            (numbers, target)  # every pair that some expression reaches
-            for numbers in combinations_with_replacement(range(1, MAX_NUMBER + 1), 3)
-            for target in {value for _, value in expressions(numbers)}
-            if 1 <= target <= MAX_TARGET
-        ]
-        check_sizes("countdown", train_size=train_size, test_size=test_size)
-        if train_size + test_size > len(pairs):
-            raise ValueError(
-                f"countdown.train_size={train_size} and countdown.test_size={test_size} ask for "
-                f"{train_size + test_size} different problems, but only {len(pairs)} exist. Make one of them smaller."
-            )
-        problems = [_problem(*pair, seed) for pair in sorted(pairs, key=lambda pair: _draw(seed, "order", *pair))]
+        problems = _problems(seed)
         self.test: Sequence[Problem] = problems[:test_size]
         self.train: Sequence[Problem] = problems[test_size : test_size + train_size]
 
@@ -95,6 +83,18 @@ def expressions(numbers: Sequence[int]) -> list[tuple[str, int]]:
         for first, second in product(OPERATORS, repeat=2)
     }
     return list(values.items())
+
+
+@cache
+def _problems(seed: int) -> list[Problem]:
+    """All problems in the order of this seed. A process draws them once."""
+    pairs: list[_Pair] = [
+        (numbers, target)  # every pair that some expression reaches
+        for numbers in combinations_with_replacement(range(1, MAX_NUMBER + 1), 3)
+        for target in {value for _, value in expressions(numbers)}
+        if 1 <= target <= MAX_TARGET
+    ]
+    return [_problem(*pair, seed) for pair in sorted(pairs, key=lambda pair: _draw(seed, "order", *pair))]
 
 
 def _problem(numbers: tuple[int, ...], target: int, seed: int) -> Problem:

@@ -35,7 +35,6 @@ from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import extract_answer
 
 from bapo.process.limited import call_once
-from bapo.tasks.task import check_sizes
 from bapo.tasks.verify.final import visible
 from bapo.tasks.verify.sandbox import VerifierPool
 from bapo.types import Message, Problem, Score
@@ -68,9 +67,6 @@ class Gym:
         memory_mb: int = 1024,
         thinking: bool = False,  # whether the prompt opens the thinking; if so, only text after </think> can answer
     ) -> None:
-        if not datasets:
-            raise ValueError("gym names no data set. Name at least one, such as countdown.")
-        check_sizes("gym", train_size=train_size, test_size=test_size)
         for name, config in datasets.items():
             check_dataset(name, config)
         recipes = [[name, dict(config)] for name, config in datasets.items()]

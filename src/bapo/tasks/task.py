@@ -128,13 +128,6 @@ def followed(asked: int) -> Following:
     return found
 
 
-def check_sizes(task: str, **sizes: int) -> None:
-    """Refuse a negative number of problems."""
-    for key, size in sizes.items():
-        if size < 0:
-            raise ValueError(f"{task}.{key}={size} is negative. A number of problems must be 0 or more.")
-
-
 @dataclass(eq=False)
 class ProblemStream:
     """Endless draws from a set of problems. Every problem comes once per epoch.

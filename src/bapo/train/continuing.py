@@ -9,15 +9,13 @@
 
 Nothing is changed before all of these are known to be right. A value of the wrong kind would otherwise stop the run
 somewhere in a later step.
-
-A stop may also take a run back without a checkpoint, to where it was before the step under way: `bookmark`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -34,7 +32,6 @@ from bapo.runs.history import Changes
 from bapo.runs.read import logged_steps
 from bapo.runs.write import RunDirectory
 from bapo.train import checkpoint
-from bapo.train.loop import Parts, RunState
 from bapo.types import Group, Problem, Trajectory
 
 Kind = TypeVar("Kind", Config, SftConfig)
@@ -286,16 +283,3 @@ def _answered(response: Trajectory) -> bool:
     spans = ((answer["at"], answer["tokens"]) for answer in response.answers)
     said = [place for begin, count in spans for place in range(begin, begin + min(count, len(response.tokens)))]
     return said == [place for place, own in enumerate(response.sampled) if not own]
-
-
-def bookmark(parts: Parts, state: RunState) -> Callable[[], None]:
-    """What takes a run back to where it is now, from a step whose rollout has not come to the buffer yet."""
-    kept, cursor, back = replace(state, windows=list(state.windows)), parts.stream.cursor, parts.scheduler.bookmark()
-
-    def undo() -> None:
-        vars(state).update(vars(kept))
-        parts.stream.cursor = cursor
-        back()
-        parts.ledger.take()
-
-    return undo

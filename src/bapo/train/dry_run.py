@@ -19,6 +19,7 @@ from bapo.config.errors import BapoError
 from bapo.config.numerals import counted, every
 from bapo.config.run import Config
 from bapo.models import Policy, hush, outline_policy
+from bapo.models.export import check_saves
 from bapo.preflight.examine import TaskData, no_room, written_answers
 from bapo.preflight.memory import GIB, Memory, Seconds, Shape, memory, on_cluster, seconds
 from bapo.rollout.engine import Sampling
@@ -66,6 +67,7 @@ def dry_run(config: Config, data: TaskData | None, wrong: list[str]) -> tuple[li
         wrong.append(str(error))
     try:
         policy = outline_policy(config.model.path, **prompting(config.model))
+        check_saves(policy)
     except (ValueError, OSError) as error:
         if not any(line.startswith("model.path=") for line in wrong):  # why it cannot be loaded is known already
             wrong.append(str(error))
@@ -201,17 +203,14 @@ def _task(config: Config, policy: Policy | None, task: Task | None, notes: list[
     yield _line("answer", told)
     if doubt:
         yield _line(WARNING, doubt)
-    shortest = min(_length(policy, text) for text in _tries(problem, task))
+    tokens = (policy.tokenizer.encode(text, add_special_tokens=False) for text in _tries(problem, task))
+    shortest = min(map(len, tokens))
     if shortest > config.rollout.max_tokens:
         yield _line(
             WARNING,
             f"this answer alone has {counted(shortest, 'token')}, but rollout.max_tokens={config.rollout.max_tokens} "
             "cuts responses off before that.",
         )
-
-
-def _length(policy: Policy, text: str) -> int:
-    return len(policy.tokenizer.encode(text, add_special_tokens=False))
 
 
 def _tries(problem: Problem, task: Task) -> list[str]:

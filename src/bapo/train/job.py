@@ -1,4 +1,4 @@
-"""A job: what one kind of run does between its beginning and its end, as `life_cycle.py` drives it, and its log.
+"""A job: what one kind of run does between its beginning and its end, as `life_cycle.py` drives it; its log and steps.
 
 An update may be skipped, for one of two reasons. Each skipped update gets a line of its own kind in metrics.jsonl.
 
@@ -14,22 +14,26 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, cast
 
+from bapo.buffer import BufferMetrics
 from bapo.config.errors import DriftedApart
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
 from bapo.learn.learner import Learner, Learns, Update
 from bapo.models import Policy
 from bapo.models.export import write_model
+from bapo.rollout.scheduler import SchedulerMetrics
 from bapo.runs.metrics import check_declared
 from bapo.runs.write import RunDirectory
 from bapo.screen.view import View
+from bapo.train.scoring import Failing, Scored, response_metrics
 from bapo.train.torchrun import Team, gathered
 from bapo.train.trackers import Trackers
+from bapo.types import Group
 
 Summary = dict[str, Any]
 When = Literal["before", "during", "after"]
@@ -54,17 +58,6 @@ class Log:
         """Append a line to timing.jsonl."""
         self.run.append("timing.jsonl", line)
         self.trackers.send({"kind": "timing"} | line)
-
-
-@dataclass(frozen=True)
-class HeldLog(Log):
-    """Keeps the lines of metrics.jsonl until others, which belong before them, are written."""
-
-    lines: list[dict[str, Any]] = field(default_factory=list)
-
-    def metrics(self, *lines: dict[str, Any]) -> None:
-        """Keep these lines, to be written later."""
-        self.lines.extend(lines)
 
 
 class Job(ABC):
@@ -104,13 +97,6 @@ class Job(ABC):
     def measure(self, log: Log, when: When) -> None:
         """Measure how good the model is now and log it."""
 
-    def measure_later(self) -> Callable[[Log], None] | None:
-        """Set aside what a measurement before training needs. Returns what measures it after the first step.
-
-        None: there is nothing to gain, or it cannot be set aside, so measure before the first step.
-        """
-        return None
-
     @abstractmethod
     def state(self) -> dict[str, Any]:
         """Everything besides the learner that the next step depends on, as plain JSON data.
@@ -143,9 +129,6 @@ class Job(ABC):
         """More JSON files for the run directory, besides the usual ones."""
         return {}
 
-    def saved(self, checkpoint: Path) -> None:  # noqa: B027 - most jobs have nothing to do
-        """Called when a checkpoint of the present state is complete."""
-
     def export(self, path: Path, card: str, team: Team) -> None:
         """Write the trained model so that transformers and vLLM can load it, and low-rank additions separately."""
         policy = self.policy
@@ -158,25 +141,98 @@ class Job(ABC):
         """End what was started for the run. Called last, whatever happened."""
 
 
+# Steps.
+
+
+@dataclass
+class RunState:
+    """Where a run stands, beyond what its parts remember themselves."""
+
+    step: int = 0  # completed steps
+    groups: int = 0  # groups admitted so far; the next one's id
+    owed: int = 0  # groups without a signal (filtered, dropped) that no later step has made up for yet
+    taken: int = 0  # asynchronous: groups that have come back and were given to a rollout, with rewards or without
+    skipped: int = 0  # updates skipped in a row, up to the last one
+    failing: Failing = field(default_factory=Failing)  # groups in a row on which the verifier failed altogether
+    drift: str = ""  # how far sampler and learner were apart when they were first found to be, in words
+    windows: list[int] = field(default_factory=list)  # asynchronous: groups admitted up to each open window
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What happened in one step."""
+
+    step: int
+    rollout: dict[str, Any]
+    updates: list[Update]
+    samples: list[Group]
+    scored: Scored
+    timing: dict[str, float]
+
+
+def recorded(
+    step: int,
+    groups: list[Group],
+    scored: Scored,
+    metrics: tuple[SchedulerMetrics, BufferMetrics, int],  # of sampling and of the buffer, and how many were admitted
+    updates: list[Update],
+    times: tuple[float, float, float],  # when the step began, its updates began and they ended
+    dropped: Sequence[Group] = (),
+) -> StepRecord:
+    """What happened in a step, as it is logged."""
+    began, rolled, ended = times
+    sampled, buffer, admitted = metrics
+    return StepRecord(
+        step=step,
+        rollout={
+            **response_metrics(groups, len(scored.failures), scored.judged, dropped),
+            **{f"rollout/{name}": value for name, value in asdict(sampled).items()},
+            **{f"buffer/{name}": value for name, value in asdict(buffer).items()},
+            "rollout/admitted": admitted,
+        },
+        updates=updates,
+        samples=groups[:1],
+        scored=scored,
+        timing={
+            "seconds": ended - began,
+            "rollout_seconds": rolled - began,
+            "learn_seconds": ended - rolled,
+            "tokens_per_second": (sampled.sampled_tokens + sum(u.tokens for u in updates)) / (ended - began),
+        },
+    )
+
+
 # Skipped updates.
 
 WITHOUT_POLICY = ("logprobs", "entropy", "targets", "sequence_ids", "update")
 """What is known of tokens that no policy sampled."""
 
 
-def ends_run(update: Update, *, in_a_row: int, limit: int) -> bool:
-    """Whether no update may follow this one. `in_a_row`: skipped updates in a row, this one included."""
-    return update.skipped is not None and (update.skipped.drifted or in_a_row >= limit)
+IN_A_ROW = "skipped/in_a_row"
+"""The metric of a skipped update that counts those up to it."""
 
 
-def skipped_line(update: Update, *, step: int, in_a_row: int) -> dict[str, Any]:
+def count_skipped(update: Update, before: int) -> int:
+    """How many updates were skipped in a row, up to this one, which its metrics say from now on."""
+    if update.skipped is None:
+        return 0
+    update.metrics[IN_A_ROW] = before + 1
+    return before + 1
+
+
+def ends_run(update: Update, limit: int) -> bool:
+    """Whether no update may follow this one, of which `limit` may be skipped in a row."""
+    return update.skipped is not None and (update.skipped.drifted or cast(int, update.metrics[IN_A_ROW]) >= limit)
+
+
+def skipped_line(update: Update, step: int) -> dict[str, Any]:
     """The line of metrics.jsonl for an update that was skipped."""
     assert update.skipped is not None
     line = {"kind": "skipped", "step": step, "version": update.version} | update.metrics
-    return line | {"skipped/in_a_row": in_a_row, "skipped/cause": update.skipped.cause}
+    return line | {"skipped/cause": update.skipped.cause}
 
 
-def stop_after(run: RunDirectory, update: Update, *, in_a_row: int, lr: float, sampled: bool = True) -> NoReturn:
+def stop_after(run: RunDirectory, update: Update, *, lr: float, sampled: bool = True) -> NoReturn:
     """End the run, and keep the tokens of this skipped update. `sampled`: a policy did, so there is a clip to see."""
     assert update.skipped is not None
     name, tokens = f"skipped/update-{update.version:06d}.safetensors", update.skipped.tokens
@@ -191,7 +247,7 @@ def stop_after(run: RunDirectory, update: Update, *, in_a_row: int, lr: float, s
             f"want to go on all the same: `bapo resume {run.path} --learn.anchor_limit {enough:g}`."
         )
     raise FloatingPointError(
-        f"{in_a_row} updates in a row were skipped, up to update {update.version}: {update.skipped.cause}. They "
-        f"changed no weight. The batch of the last one is saved; {look}. Lower learn.lr (now {lr:g}), or check "
-        "that the model in model.path is sound."
+        f"{update.metrics[IN_A_ROW]} updates in a row were skipped, up to update {update.version}: "
+        f"{update.skipped.cause}. They changed no weight. The batch of the last one is saved; {look}. "
+        f"Lower learn.lr (now {lr:g}), or check that the model in model.path is sound."
     )

@@ -6,10 +6,6 @@
     _train    measures; step after step: logs, measures now and then, saves now and then; then measures again, exports
               the model and summarises
 
-A job may put the first measurement off until the first step is taken, so that a person sees a step soon. It then
-measures what it has set aside. In the logs the measurement comes first all the same, and until it is there nothing of
-the first step is saved: a run that is killed in between begins again.
-
 The `Job` (job.py) decides what a step is, what is measured and what a checkpoint must keep besides the learner. It is
 either reinforcement learning (run.py) or supervised training (sft.py). A checkpoint is saved after every
 `checkpoint_every` steps, after `checkpoint_minutes`, after the last step, and when the run is asked to stop. The model
@@ -20,6 +16,7 @@ so its presence means that the run is complete.
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -42,7 +39,7 @@ from bapo.tasks.verify.scorers import MATH
 from bapo.train import checkpoint
 from bapo.train.card import UNFINISHED_CARD, with_changes
 from bapo.train.continuing import Continued, examine
-from bapo.train.job import HeldLog, Job, Log, Summary
+from bapo.train.job import Job, Log, Summary
 from bapo.train.machine import differences, environment, resolve
 from bapo.train.torchrun import Onlooker, Team, check_alike, joined, team_notes
 from bapo.train.trackers import Tracked, tracking
@@ -110,7 +107,7 @@ def _live(
 ) -> Summary:
     """Everything that is left to do in a run, under the eyes of a person and of the trackers. Returns the summary."""
     if continued is None:
-        run.id = team.lead(history.new_id)
+        run.id = team.lead(lambda: uuid.uuid4().hex)
         team.lead(lambda: _write_files(job, run))
         team.lead(lambda: _record(run, job, "start"))
         notes = [*notes, *team_notes(team, team.size)]
@@ -147,19 +144,17 @@ def _train(job: Job, log: Log, team: Team, notes: Sequence[str]) -> Summary:
     run, view, every = log.run, log.view, job.config.eval.every
     for note in (*job.notes, *notes):
         view.note(note)
-    measure_later = None
     if job.done:
         view.recall(logged_steps(run.path))
-    elif (measure_later := job.measure_later()) is None:
+    else:
         job.measure(log, "before")
     saved, where = time.monotonic(), ""
     with _stops_between_steps(job, team, view) as signals:
         while job.done < job.total and not where:
             try:
                 if not job.unmeasured:
-                    _advance(job, log, measure_later)
-                    measure_later, last = None, job.done == job.total
-                    job.unmeasured = bool(every) and job.done % every == 0 and not last
+                    job.advance(log)
+                    job.unmeasured = bool(every) and job.done % every == 0 and job.done < job.total
                 if job.unmeasured:
                     job.measure(log, "during")
                     job.unmeasured = False
@@ -194,21 +189,6 @@ def _checkpoint_due(job: Job, team: Team, saved: float) -> bool:
         return True
     minutes = config.checkpoint_minutes
     return bool(minutes) and team.lead(lambda: time.monotonic() - saved >= 60 * minutes)
-
-
-def _advance(job: Job, log: Log, measure: Callable[[Log], None] | None) -> None:
-    """Take a step. The first one may be logged after the measurement of what was there before it."""
-    if measure is None:
-        job.advance(log)
-        return
-    held = HeldLog(log.run, log.view, log.trackers)
-    try:
-        job.advance(held)
-        stops.enter(stops.Phase.RAISE)  # there is nothing to finish
-        measure(log)
-        stops.enter(stops.Phase.LISTEN)
-    finally:
-        log.metrics(*held.lines)
 
 
 @contextmanager
@@ -254,7 +234,7 @@ def _save(job: Job, run: RunDirectory, team: Team) -> None:
     state |= {"run": run.id, "vocabulary": job.policy.vocabulary()} | run.logged()
     config, keep = job.config.model_dump(mode="json"), job.config.checkpoint_keep
     place = run.path / "checkpoints"
-    job.saved(checkpoint.save(place, job.done, job.learner, state, config=config, keep=keep, team=team))
+    job.learner.saved(checkpoint.save(place, job.done, job.learner, state, config=config, keep=keep, team=team))
 
 
 def _summarized(job: Job, run: RunDirectory) -> Summary:

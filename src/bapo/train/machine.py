@@ -16,6 +16,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,6 +31,7 @@ from bapo.config.run import Config
 from bapo.config.sft import SftConfig
 from bapo.learn.learner_settings import LearnerSettings
 from bapo.models import Policy, hush, load_policy
+from bapo.models.export import check_saves
 from bapo.models.layers import LoraSettings
 
 Kind = TypeVar("Kind", Config, SftConfig)
@@ -69,7 +71,7 @@ def make_policy(config: Config | SftConfig) -> Policy:
     """Load the model of a run, without the usual messages."""
     hush()
     model, lora = config.model, config.model.lora
-    return load_policy(
+    policy = load_policy(
         model.path,
         dtype=model.dtype,
         device=config.device,
@@ -78,6 +80,8 @@ def make_policy(config: Config | SftConfig) -> Policy:
         lora=LoraSettings(lora.rank, lora.alpha, lora.targets) if lora.rank else None,
         seed=config.seed,
     )
+    check_saves(policy)
+    return policy
 
 
 def on_the_cpu(config: Any) -> Any:
@@ -98,32 +102,19 @@ def threads_of_actor(config: Config) -> int:
 def learner_settings(config: Config) -> LearnerSettings:
     """The part of the configuration that the learner needs."""
     learn, objective = config.learn, config.objective
+    alike = {field.name: getattr(learn, field.name, None) for field in fields(LearnerSettings)}
     return LearnerSettings(
-        **optimizer_settings(learn),
+        **{name: value for name, value in alike.items() if value is not None},
         objective=objective.name,
         clip=objective.clip,
         scope=objective.scope,
         sensor=objective.sensor,
         options=dict(objective.options),
-        reduction=learn.reduction,
         length=config.rollout.max_tokens,
-        advantages=learn.advantages,
-        truncated=learn.truncated,
         reward_weights=config.task.reward_weights,
         temperature=config.rollout.temperature,
-        warmup_updates=learn.warmup_updates,
         total_updates=config.steps * config.updates_per_step,
-        ess_reference=learn.ess_reference,
         float32_head=config.model.float32_head,
-        anchor_limit=learn.anchor_limit,
-        opsm=learn.opsm,
-        opsm_on=learn.opsm_on,
-        entropy=learn.entropy,
-        entropy_target=learn.entropy_target,
-        kl=learn.kl,
-        kl_in_reward=learn.kl_in_reward,
-        kl_every=learn.kl_every,
-        kl_mix=learn.kl_mix,
         kept_caches=config.offpolicy.partial_cache == "keep",
     )
 

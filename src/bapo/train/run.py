@@ -23,13 +23,13 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from bapo.config.errors import CheckpointError, VerifierFailed
 from bapo.config.numerals import counted
@@ -38,9 +38,7 @@ from bapo.evaluate import evaluate
 from bapo.learn.learner import Learner, Update
 from bapo.models import prompt_text
 from bapo.preflight.examine import TaskData
-from bapo.process.stops import StopAsked
 from bapo.rollout.engine import Sampling
-from bapo.rollout.local.engine import LocalEngine
 from bapo.runs import files, history, ledger
 from bapo.runs.statistics import FEW_RESPONSES, MOSTLY_CUT_OFF
 from bapo.runs.write import JUDGED
@@ -51,18 +49,16 @@ from bapo.tasks.verify.scorers import DataTask
 from bapo.train import life_cycle
 from bapo.train.build import build, cluster_notes
 from bapo.train.card import eval_command, model_card, show_ending, upload
-from bapo.train.continuing import bookmark, check_ledger, check_state
+from bapo.train.continuing import check_ledger, check_state
 from bapo.train.episodes import conversations_of
-from bapo.train.job import Job, Log, Summary, When, ends_run, skipped_line, stop_after
-from bapo.train.loop import RunState, StepRecord, load_weights, take_step
+from bapo.train.job import Job, Log, RunState, StepRecord, Summary, When, ends_run, skipped_line, stop_after
+from bapo.train.loop import Loop, load_weights
 from bapo.train.scoring import ENOUGH_GROUPS, Failing, warning
 from bapo.train.torchrun import ALONE, Team
 from bapo.types import OPTIONAL, Group, Trajectory
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from bapo.train.cluster.loop import AsyncLoop
+    from bapo.train.cluster.learner import RemoteLearner
 
 
 def start(config: Config, *, data: TaskData | None = None, plain: bool | None = None) -> Summary:
@@ -82,21 +78,20 @@ class Training(Job):
         self.policy, self.learner, self.notes = self.parts.policy, self.parts.learner, self.parts.notes
         self.title, self.total = self.config.objective.name, self.config.steps
         self.sampling = self.config.rollout.sampling
-        self.run_state = RunState()
         self.judge = self.parts.task.judge if isinstance(self.parts.task, DataTask) else None
-        self.asynchronous: AsyncLoop | None = None
-        """The loop of a run on a cluster."""
+        kind = Loop
         if self.config.cluster.on:
             from bapo.train.cluster.loop import AsyncLoop
 
-            self.asynchronous = AsyncLoop(self.parts, self.run_state)
+            kind = AsyncLoop
+        self.loop = kind(self.parts, RunState())
         self._sampled, self._cut_off = 0, 0.0
         """Of the first responses: how many there were, and how many of them the length limit cut off."""
 
     @property
     def done(self) -> int:
         """How many steps are completed."""
-        return self.run_state.step
+        return self.loop.state.step
 
     def watched(self, log: Log) -> None:
         """Say which processes a cluster has, and show what each of them does."""
@@ -105,22 +100,13 @@ class Training(Job):
         if self.judge is not None:
             place = log.run.path / JUDGED
             self.judge.remember(_judged(place), lambda lines: files.append(place, _as_lines(lines)))
-        if self.asynchronous is not None:
-            self.asynchronous.watched(log.view, log.run.path)
+        self.loop.watched(log.view, log.run.path)
 
     def advance(self, log: Log) -> None:
         """Take one step, with one rollout and the updates on it; log it, and look at what went wrong."""
-        if self.asynchronous is None:
-            undo = bookmark(self.parts, self.run_state)
-            try:
-                record = take_step(self.parts, self.run_state, log.view.doing)
-            except StopAsked:
-                undo()
-                raise
-        else:
-            record = self.asynchronous.take_step(log.view)
+        record = self.loop.take_step(log.view)
         rollout = {"kind": "rollout", "step": record.step, "version": self.learner.version} | record.rollout
-        log.metrics(rollout, *(self._update_line(record.step, update) for update in record.updates))
+        log.metrics(rollout, *(_update_line(record.step, update) for update in record.updates))
         judging = {} if self.judge is None else self.judge.take()
         log.timing({"step": record.step} | record.timing | judging)
         log.run.append(ledger.FILE, *self.parts.ledger.take())
@@ -133,14 +119,14 @@ class Training(Job):
         self._tell_of_drift(record, log)
         self._stop_if_diverged(record, log)
         shown = record.rollout | (record.updates[-1].metrics if record.updates else {})
-        log.view.step(record.step, {k: v for k, v in shown.items() if not isinstance(v, list)}, record.timing)
+        log.view.step(record.step, shown, record.timing)
 
     def _look_at_failures(self, record: StepRecord, log: Log) -> None:
         """Log responses without a reward, and end the run if the verifier fails on group after group."""
         failures = record.scored.failures
         if failures:
             log.run.append("failures.jsonl", *({"step": record.step} | asdict(failure) for failure in failures))
-        failing = self.run_state.failing = self.run_state.failing.after(record.step, record.scored)
+        failing = self.loop.state.failing = self.loop.state.failing.after(record.step, record.scored)
         if failing.ends_run:
             steps = f"step {record.step}" if failing.since == record.step else f"steps {failing.since} to {record.step}"
             raise VerifierFailed(failing.responses, failing.cause, f"of {steps}")
@@ -165,15 +151,6 @@ class Training(Job):
         why = f"; offpolicy.partial_budget={budget} tokens per step finish few" if budget else ""
         return f"No group is finished, so there are no metrics: {counted(left, 'response')} will be continued{why}."
 
-    def _update_line(self, step: int, update: Update) -> dict[str, Any]:
-        """The line of metrics.jsonl, counting updates that were skipped in a row."""
-        state = self.run_state
-        if update.skipped is None:
-            state.skipped = 0
-            return {"kind": "update", "step": step, "version": update.version} | update.metrics
-        state.skipped += 1
-        return skipped_line(update, step=step, in_a_row=state.skipped)
-
     def _tell_of_fragments(self, record: StepRecord, log: Log) -> None:
         """Say that the length limit cuts off most responses, as soon as there are enough of them to know."""
         sampled, limit = self._sampled, self.config.rollout
@@ -190,18 +167,17 @@ class Training(Job):
     def _tell_of_drift(self, record: StepRecord, log: Log) -> None:
         """Say once in a run that sampler and learner have drifted apart. A refused update says so itself."""
         drifted = next((update for update in record.updates if update.drift and update.skipped is None), None)
-        if drifted is not None and not self.run_state.drift:
-            self.run_state.drift = f"update {drifted.version}: {drifted.drift}"
-            log.view.note(self.run_state.drift)
+        if drifted is not None and not self.loop.state.drift:
+            self.loop.state.drift = f"update {drifted.version}: {drifted.drift}"
+            log.view.note(self.loop.state.drift)
 
     def _stop_if_diverged(self, record: StepRecord, log: Log) -> None:
-        learn, skipped = self.config.learn, self.run_state.skipped
         last = record.updates[-1] if record.updates else None
         if last is not None and last.skipped is not None:
-            told = counted(skipped, "update was", "updates were")
+            told = counted(self.loop.state.skipped, "update was", "updates were")
             log.view.note(f"step {record.step}: {told} skipped in a row: {last.skipped.cause}")
-            if ends_run(last, in_a_row=skipped, limit=learn.skip_limit):
-                stop_after(log.run, last, in_a_row=skipped, lr=learn.lr)
+            if ends_run(last, self.config.learn.skip_limit):
+                stop_after(log.run, last, lr=self.config.learn.lr)
 
     def _log_samples(self, record: StepRecord, log: Log) -> None:
         decode, every = self.policy.decode, self.config.sample_every
@@ -218,39 +194,15 @@ class Training(Job):
     def measure(self, log: Log, when: When) -> None:
         """Evaluate on the same problems every time; before and after training also at the other temperatures."""
         config = self.config.eval
-        if self.asynchronous is not None:
-            self.asynchronous.pause()
+        self.loop.pause()
         load_weights(self.parts)
         if when == "during":
             found = self._evaluate(log, config.temperature, step=self.done)
             log.view.note(f"step {self.done}: held-out avg@{config.k} {found['eval/avg']:.3f}")
         else:
             log.view.note(f"evaluating on {counted(config.problems or 0, 'held-out problem')} {when} training")
-            self._evaluate_fully(log, step=self.done)
-
-    def measure_later(self) -> Callable[[Log], None] | None:
-        """Set the initial weights aside: on a CPU an evaluation takes long, and one more copy of them is cheap."""
-        if self.config.device != "cpu" or not isinstance(self.parts.engine, LocalEngine):
-            return None
-        model: Any = self.policy.model
-        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        aside = {name: weight.clone() for name, weight in self.learner.weights() if name in trained}
-        return partial(self._evaluate_initial, aside)
-
-    def _evaluate_initial(self, aside: dict[str, Tensor], log: Log) -> None:
-        """Evaluate the weights that were set aside, and then put those of now back."""
-        learner, engine = self.learner, self.parts.engine
-        engine.load(_exchanged(learner.weights(), aside), version=0)
-        problems = self.config.eval.problems
-        log.view.note(f"evaluating the weights from before step 1 on {counted(problems or 0, 'held-out problem')}")
-        try:
-            self._evaluate_fully(log, step=0)
-        finally:
-            engine.load(_exchanged(learner.weights(), aside), version=learner.version)
-
-    def _evaluate_fully(self, log: Log, *, step: int) -> None:
-        for temperature in (self.config.eval.temperature, *self.config.eval.also_at):
-            self._evaluate(log, temperature, step=step)
+            for temperature in (config.temperature, *config.also_at):
+                self._evaluate(log, temperature, step=self.done)
 
     def _evaluate(self, log: Log, temperature: float, *, step: int) -> dict[str, Any]:
         """Evaluate the weights that the engine has: those after this step."""
@@ -283,7 +235,7 @@ class Training(Job):
         """Where the run stands: its progress, the data, and every group that is in progress, waits or is held."""
         assert self.parts.ledger.written, "the ledger has events that the state would have and the log would not"
         return {
-            "progress": asdict(self.run_state),
+            "progress": asdict(self.loop.state),
             "problems": self._fingerprint(),
             "cursor": self.parts.stream.cursor,
             "scheduler": self.parts.scheduler.state_dict(),
@@ -291,7 +243,7 @@ class Training(Job):
             **self._reference(),
             **({} if self.judge is None else {"judge": self.judge.identity}),
             **({"unmeasured": True} if self.unmeasured else {}),
-            **({} if self.asynchronous is None else self.asynchronous.state_dict()),
+            **self.loop.state_dict(),
         }
 
     def restore(self, state: dict[str, Any], path: Path) -> None:
@@ -317,28 +269,20 @@ class Training(Job):
         self.parts.stream.cursor = state["cursor"]
         self.parts.scheduler.load_state_dict(state["scheduler"])
         self.parts.buffer.load_state_dict(state["buffer"])
-        self.run_state = RunState(**state["progress"] | {"failing": Failing(**state["progress"]["failing"])})
+        self.loop.state = RunState(**state["progress"] | {"failing": Failing(**state["progress"]["failing"])})
         self.unmeasured = bool(state.get("unmeasured"))
-        if self.asynchronous is not None:
-            self.asynchronous.state = self.run_state
-            self.asynchronous.load_state_dict(state)
-
-    def saved(self, checkpoint: Path) -> None:
-        """Tell the learner of a cluster where its ranks begin again if one dies."""
-        if self.asynchronous is not None:
-            self.asynchronous.learner.saved(checkpoint)
+        self.loop.load_state_dict(state)
 
     def export(self, path: Path, card: str, team: Team) -> None:
         """Write the trained model. On a cluster the learner does so, because its ranks have the weights."""
-        if self.asynchronous is None:
-            super().export(path, card, team)
+        if self.config.cluster.on:
+            cast("RemoteLearner", self.learner).export(path, card)
         else:
-            self.asynchronous.learner.export(path, card)
+            super().export(path, card, team)
 
     def close(self) -> None:
         """End the actors of a cluster, and the thread that scores."""
-        if self.asynchronous is not None:
-            self.asynchronous.close()
+        self.loop.close()
         if self.judge is not None:
             self.judge.close()
         self.parts.close()
@@ -379,7 +323,7 @@ class Training(Job):
 
     def show(self, summary: Summary, path: Path) -> None:
         """Print the evaluations before and after, and what went wrong."""
-        show_ending(self.config, summary, path, drift=self.run_state.drift)
+        show_ending(self.config, summary, path, drift=self.loop.state.drift)
 
     def next_steps(self, path: Path) -> list[str]:
         """The report, the trained model's place on a hub, its evaluation, and more steps."""
@@ -391,6 +335,12 @@ class Training(Job):
 
 resume = partial(life_cycle.resume, Training, Config)
 """Continue the run in a directory, as `life_cycle.resume` says."""
+
+
+def _update_line(step: int, update: Update) -> dict[str, Any]:
+    if update.skipped is not None:
+        return skipped_line(update, step)
+    return {"kind": "update", "step": step, "version": update.version} | update.metrics
 
 
 def _causes(path: Path) -> Counter[str]:
@@ -409,20 +359,6 @@ def _judged(path: Path) -> Iterator[dict[str, Any]]:
 
 def _as_lines(values: Sequence[Mapping[str, Any]]) -> bytes:
     return "".join(json.dumps(value) + "\n" for value in values).encode()
-
-
-def _exchanged(weights: Iterable[tuple[str, Tensor]], aside: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The weights that are aside in place of those of now, for an engine that shares its weights with the learner.
-
-    When a weight has been loaded, the one of now is aside in its stead. So there is never more than one copy.
-    """
-    for name, weight in weights:
-        if name not in aside:
-            yield name, weight
-            continue
-        now = weight.clone()
-        yield name, aside[name]
-        aside[name] = now
 
 
 def _recorded(group: Group) -> dict[str, Any]:

@@ -4,47 +4,59 @@ Demonstrations go in, a model that writes such responses comes out:
 
     every update takes the next batch of the shuffled demonstrations, packs it and raises the log-prob of its responses
 
-Learner, packing, checkpoints, run directory and live view are the same as in reinforcement learning. Nothing is
-sampled, so these files say nothing about what the model writes: `bapo eval` measures that. The directory holds:
+    ids = prompt as the sampler will put it  +  response  +  the token that ends a response
 
-config.json      the resolved configuration; its kind is sft
+The response is tokenised separately from the prompt, because the model also samples it separately, one token at a time
+after the prompt's tokens. The end token is learned too; without it the model would never stop. It is the token that the
+chat template writes after an assistant's turn if the sampler stops there, otherwise the tokenizer's own end token.
+
+Held-out prompts are those with the smallest ids. Ids are hashes, so the held-out prompts do not depend on the seed or
+on the order of the rows, and all responses to one prompt are on the same side. Two prompts count as one if they ask the
+same question or become the same tokens: for example, a chat with a system message, and a plain text that the model puts
+the same system message before.
+
+Learner, packing, checkpoints, run directory and live view are the same as in reinforcement learning. Nothing is
+sampled, so these files say nothing about what the model writes: `bapo eval` measures that. The directory is that of
+run.py without what is about responses. In addition, and otherwise:
+
 data.json        what happened to the rows of the data, and how many updates they make
 metrics.jsonl    one line per update (kind imitation) and per measurement of the held-out loss (kind held_out)
-timing.jsonl     wall-clock figures, one line per update
-checkpoints/     see checkpoint.py
-model/           the trained model, in transformers format: `bapo train --model.path RUN/model`
-adapter/         the low-rank additions alone, in peft's format, if they were trained
 summary.json     held-out loss before and after; written last, so its presence means the run is complete
-model.sha256     the checksums of the trained model, for `sha256sum --check`
-history.jsonl    each start and resume: the run's identity, changed settings, threads and versions
-lock             held by the process at work
 """
 
 from __future__ import annotations
 
+import json
 import math
+import random
 import time
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from bapo.config.errors import CheckpointError
 from bapo.config.numerals import counted
-from bapo.config.sft import SftConfig
+from bapo.config.sft import SftConfig, SftTaskConfig
 from bapo.learn.learner import Learner
 from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.supervised import measure_fit, sft_step
+from bapo.models import Policy
+from bapo.models.policy import end_of_turn
 from bapo.preflight.examine import Demonstrations, load_sft
 from bapo.screen.terminal import say
 from bapo.screen.view import summary_table
+from bapo.tasks.data.problems import Demonstration, smallest
 from bapo.train import life_cycle
 from bapo.train.card import sft_card, upload
-from bapo.train.job import Job, Log, Summary, When, skipped_line, stop_after
+from bapo.train.job import Job, Log, Summary, When, count_skipped, ends_run, skipped_line, stop_after
 from bapo.train.machine import make_policy, on_the_cpu, optimizer_settings, slow_precision
-from bapo.train.sft_data import Batches, describe, encode_demonstrations
 from bapo.train.torchrun import ALONE, Team, make_learner
+from bapo.types import Message, batches_per_pass, even_part
 
 MOST_NATS = 700.0
 """The exponential of a larger number does not fit into a float."""
@@ -94,19 +106,17 @@ class SupervisedTraining(Job):
         update = sft_step(self.learner, batch)
         seconds = time.perf_counter() - began
         step = update.version
-        self.skipped = 0 if update.skipped is None else self.skipped + 1
+        self.skipped = count_skipped(update, self.skipped)
         line = {"kind": "imitation", "step": step, "version": step, "imitation/epoch": step / self.batches.per_epoch}
         if update.skipped is not None:
-            line |= skipped_line(update, step=step, in_a_row=self.skipped)
+            line |= skipped_line(update, step)
             log.view.note(f"update {step} was skipped: {update.skipped.cause}")
         log.metrics(line | update.metrics | {"imitation/sequences": len(batch)})
         timing = {"seconds": seconds, "tokens_per_second": update.tokens / seconds}
         log.timing({"step": step} | timing)
-        if self.skipped >= self.config.learn.skip_limit:
-            stop_after(log.run, update, in_a_row=self.skipped, lr=self.config.learn.lr, sampled=False)
-        log.view.step(
-            step, {key: value for key, value in update.metrics.items() if not isinstance(value, list)}, timing
-        )
+        if ends_run(update, self.config.learn.skip_limit):
+            stop_after(log.run, update, lr=self.config.learn.lr, sampled=False)
+        log.view.step(step, update.metrics, timing)
 
     def measure(self, log: Log, when: When) -> None:
         """Measure the held-out loss of the current weights, if anything is held out."""
@@ -194,3 +204,156 @@ def learner_settings(config: SftConfig, updates: int) -> LearnerSettings:
         total_updates=updates,
         float32_head=config.model.float32_head,
     )
+
+
+# The demonstrations.
+
+
+class Encoded(NamedTuple):
+    """A demonstration in the tokens of a model."""
+
+    prompt: list[int]
+    response: list[int]
+    """Includes the token that ends it."""
+
+
+@dataclass(frozen=True)
+class SftData:
+    """The demonstrations that a run learns from, those it only measures, and what happened to the rest."""
+
+    train: list[Encoded]
+    held_out: list[Encoded]
+    counts: dict[str, int]
+    """Rows read, demonstrations used and held out, and how many were left out for which reason."""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """One value for all demonstrations, in order. A resumed run must find the same value that it began with."""
+        lines = (json.dumps([encoded.prompt, encoded.response]) for encoded in (*self.train, *self.held_out))
+        return sha256("\n".join(lines).encode()).hexdigest()
+
+
+class Batches:
+    """Batches in a shuffled order that a single number can resume: update i of (seed, epoch) is always the same.
+
+    An epoch is cut into batches whose sizes differ by one at most, so no demonstration is left over.
+    """
+
+    def __init__(self, data: Sequence[Encoded], *, size: int, epochs: int, seed: int) -> None:
+        self.data = data
+        self.per_epoch = batches_per_pass(len(data), size)
+        self.total = epochs * self.per_epoch
+        self.seed = seed
+        self._epoch, self._order = -1, list[int]()
+
+    def at(self, update: int) -> list[Encoded]:
+        """The batch of one update. Updates count from 0."""
+        epoch, index = divmod(update, self.per_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, list(range(len(self.data)))
+            random.Random(f"{self.seed}/{epoch}").shuffle(self._order)  # noqa: S311
+        begin, end = even_part(len(self._order), self.per_epoch, index)
+        return [self.data[i] for i in self._order[begin:end]]
+
+
+def encode_demonstrations(loaded: Demonstrations, config: SftTaskConfig, policy: Policy) -> SftData:
+    """Encode demonstrations in the model's tokens. Those that are too long for the model are left out and counted."""
+    train, held_out, reports = loaded
+    counts = {key: sum(asdict(report)[key] for report in reports) for key in COUNTED}
+    encoder = Encoder(policy, config.max_tokens)
+    learned = [(question(d), encoded) for d in train if (encoded := encoder(d))]
+    measured = [(question(d), encoded) for d in held_out if (encoded := encoder(d))]
+    named = under_one_name(learned + measured)
+    given, measured = named[: len(learned)], named[len(learned) :]
+    names = {name for name, _ in measured} if config.test else smallest({name for name, _ in given}, config.holdout)
+    learned = [pair for pair in given if pair[0] not in names]
+    if config.test:
+        counts["also_held_out"] = len(given) - len(learned)
+    else:
+        measured = [pair for pair in given if pair[0] in names]
+    counts |= {"too_long": encoder.too_long, "longest": encoder.limit or 0}
+    if not learned or (config.test and not measured):
+        kind = "task.test" if learned else "task.train"
+        raise ValueError(
+            f"{kind} gives no demonstration that can be used: {describe(counts)}. Raise task.max_tokens if the model "
+            "has enough positions, or choose other data."
+        )
+    counts |= {"train": len(learned), "held_out": len(measured)}
+    return SftData([encoded for _, encoded in learned], [encoded for _, encoded in measured], counts)
+
+
+COUNTED = ("read", "duplicates", "without_prompt", "without_answer")
+
+
+def describe(counts: dict[str, int]) -> str:
+    """Say in words what happened to the rows."""
+    left_out = {
+        "duplicates": "duplicates",
+        "without_prompt": "without a prompt",
+        "without_answer": "without a response",
+        "too_long": f"longer than {counts['longest']:,} tokens",
+        "also_held_out": "also held out",
+    }
+    parts = [f"{counts[key]:,} {words}" for key, words in left_out.items() if counts.get(key)]
+    used = f", {counts['train']:,} to learn from, {counts['held_out']:,} held out" if "train" in counts else ""
+    return f"{counts['read']:,} rows read{used}" + (f"; left out: {', '.join(parts)}" if parts else "")
+
+
+def question(demonstration: Demonstration) -> str:
+    """The id of the question. Demonstrations of one prompt share it."""
+    return demonstration.id.rpartition("-")[0]
+
+
+def under_one_name(pairs: Sequence[tuple[str, Encoded]]) -> list[tuple[str, Encoded]]:
+    """The pairs under new names, shared by all whose names or prompt tokens agree: the smallest of the old names."""
+    above: dict[str, str] = {}
+
+    def top(name: str) -> str:
+        while above.get(name, name) != name:
+            name = above[name]
+        return name
+
+    first: dict[tuple[int, ...], str] = {}
+    for name, encoded in pairs:
+        one, other = top(name), top(first.setdefault(tuple(encoded.prompt), name))
+        above[max(one, other)] = min(one, other)
+    return [(top(name), encoded) for name, encoded in pairs]
+
+
+class Encoder:
+    """Turns demonstrations into tokens, and counts those that are too long."""
+
+    def __init__(self, policy: Policy, max_tokens: int | None) -> None:
+        self.policy = policy
+        self.end_of_text, self.end_of_chat = end_of_response(policy, ""), end_of_response(policy, [])
+        positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
+        self.limit = min((limit for limit in (max_tokens, positions) if limit is not None), default=None)
+        self.too_long = 0
+
+    def __call__(self, demonstration: Demonstration) -> Encoded | None:
+        """Encode one demonstration; None if it is longer than the limit."""
+        prompt = self.policy.encode(demonstration.prompt)
+        if not prompt:
+            raise ValueError(
+                f"the prompt {demonstration.prompt!r} has no tokens, so nothing predicts the first token of its "
+                "response. Put text around it with task.template, or remove it from the data."
+            )
+        response = list(self.policy.tokenizer.encode(demonstration.response, add_special_tokens=False))
+        end = next((i + 1 for i, token in enumerate(response) if token in self.policy.stop_ids), None)
+        if end is not None and not self.policy.decode(response[end:]).strip():
+            response = response[:end]  # some data sets write the end token themselves, and a line break after it
+        if not response or response[-1] not in self.policy.stop_ids:
+            response.append(self.end_of_text if isinstance(demonstration.prompt, str) else self.end_of_chat)
+        if self.limit is not None and len(prompt) + len(response) > self.limit:
+            self.too_long += 1
+            return None
+        return Encoded(prompt, response)
+
+
+def end_of_response(policy: Policy, prompt: str | list[Message]) -> int:
+    """The token that ends a response to such a prompt: one that the sampler stops at; in a chat, the template's own."""
+    tokenizer = policy.tokenizer
+    end = end_of_turn(tokenizer) if policy.chat or not isinstance(prompt, str) else None
+    if end is not None and end in policy.stop_ids:
+        return end
+    return int(tokenizer.eos_token_id) if tokenizer.eos_token_id is not None else min(policy.stop_ids)

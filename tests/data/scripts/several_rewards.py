@@ -17,7 +17,8 @@ Respond in the following format:
 ...
 </answer>
 """
-MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
+NAME = "Qwen2.5-1.5B-Instruct"
+MODEL = "Qwen/" + NAME
 PATTERN = re.compile(r"<reasoning>.*?</reasoning>\s*<answer>.*?</answer>", re.DOTALL)
 
 
@@ -57,7 +58,7 @@ def main():
     args = parser.parse_args()
     per_device, num_generations = 4, 8
     training_args = GRPOConfig(
-        output_dir=f"outputs/{MODEL.split('/')[-1]}",
+        output_dir=f"outputs/{NAME}",
         run_name=args.run_name,
         learning_rate=args.learning_rate,
         adam_beta1=0.9,

@@ -6,21 +6,19 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
-from bapo.compare import compare, load_grid
+from bapo.compare import collect, compare, load_grid, table_lines
 from bapo.compare.grid import State
 from bapo.compare.jobs import default_parallel, make_plan, threads_for
 from bapo.compare.progress import LiveProgress, PlainProgress
-from bapo.compare.results import collect, table_lines
 from bapo.config.errors import ConfigError
 from bapo.config.placement import available_cores
 from bapo.config.words import merged
 from bapo.runs.files import held
+from tests.processes import PATIENCE, started
 
 BASE = """
 name = "tiny"
@@ -351,17 +349,18 @@ def test_only_one_comparison_at_a_time(again):
 def test_ctrl_c_saves_the_runs_and_the_same_command_continues(tmp_path):
     out = tmp_path / "out"
     grid = write_grid(tmp_path / "grid.toml", out, steps=8, seeds="[0, 1]")
-    command = [sys.executable, "-m", "bapo.cli", "compare", str(grid), "--parallel", "1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said = tmp_path / "said"
+    process = started("compare", grid, "--parallel", 1, log=said)
     run, waiting = (out / f"reuse-2/grpo/seed-{seed}" for seed in (0, 1))
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE
     log = run / "timing.jsonl"
-    while not (log.exists() and log.read_text().count("\n") > 1) and process.poll() is None:
+    while not (log.exists() and log.read_text().count("\n") > 1) and process.is_alive():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 130, output
+    os.kill(process.pid, signal.SIGINT)
+    process.join(PATIENCE)
+    output = said.read_text()
+    assert process.exitcode == 130, output
     assert "reuse-2/grpo/seed-0: stopped at step" in output
     assert "reuse-2/grpo/seed-1: will start" in output
     assert not (run / "summary.json").exists()

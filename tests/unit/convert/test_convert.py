@@ -12,9 +12,8 @@ from bapo.cli import run
 from bapo.config.known_names import UNSET
 from bapo.config.words import flat
 from bapo.convert.launch import read_launch, read_tables
-from bapo.convert.recipe import convert
+from bapo.convert.recipe import Setting, Unknown, convert, keys_of
 from bapo.convert.script import read_script
-from bapo.convert.settings import Setting, Unknown
 from tests.tiny.models import untrained
 from tests.tiny.tokenizers import characters
 
@@ -41,7 +40,7 @@ def given_in(path):
     return words - {"args"} | ({"seed", "torch_dtype", "attn_implementation"} if "LoraConfig" in text else set())
 
 
-@pytest.mark.parametrize("name", ["quickstart.py", "several_rewards.py", "launch.sh"])
+@pytest.mark.parametrize("name", ["quickstart.py", "several_rewards.py", "launch.sh", "arrays.sh"])
 def test_a_recipe_passes_a_dry_run_and_every_setting_is_there_or_named(name, here, model, capsys):
     assert run(["convert", str(SCRIPTS / name)]) == 0
     said = capsys.readouterr().out
@@ -49,9 +48,10 @@ def test_a_recipe_passes_a_dry_run_and_every_setting_is_there_or_named(name, her
     text = recipe.read_text()
     given = given_in(SCRIPTS / name)
     assert len(given) >= 5
-    assert [one for one in given if not re.search(rf"^ *\d+  (\S+\.)?{one} = .*  \S", said, flags=re.MULTILINE)] == []
-    assert [one for one in given if not re.search(rf"#.*\b{one.rpartition('.')[2]}\b", text)] == []
-    if name == "launch.sh":
+    assert [one for one in given if not re.search(rf"# .*:\d+ +(\S+\.)?{one}\b", text)] == []
+    left = [line[2:] for line in text.partition("# Not taken over:\n")[2].splitlines()]
+    assert left == [line[2:] for line in said.splitlines() if line.startswith("  ")]
+    if name.endswith(".sh"):
         (here / "my_rewards").mkdir()
         (here / "my_rewards" / "gsm.py").write_text("def compute_score(response, answer): return answer in response\n")
         text = re.sub("^test = .*", "holdout = 0.25", text, flags=re.MULTILINE)  # its test file is not here
@@ -118,7 +118,7 @@ HEAD = "from trl import GRPOConfig, GRPOTrainer\n"
 
 def values(body):
     """What is read of `GRPOConfig(beta=X)` at the end of a script."""
-    return {one.name: one.value for one in read_script(HEAD + body, "a.py", "a_rewards").settings}
+    return {one.name: one.value for one in read_script(HEAD + body, "a.py", "a_rewards", {})[0]}
 
 
 @pytest.mark.parametrize(
@@ -126,6 +126,7 @@ def values(body):
     [
         ("GRPOConfig(beta=1e-3 * 2)", 0.002),
         ("a = 1\na = 2\nGRPOConfig(beta=a)\na = 3", 2),
+        ("def f(a):\n    pass\na = 2\nGRPOConfig(beta=a)", 2),
         ("S = dict(b=0.5)\nGRPOConfig(beta=S['b'])", 0.5),
         ("GRPOConfig(**{'beta': 0.1})", 0.1),
         ("c = GRPOConfig(beta=0.1)\nc.beta = 0.2", 0.2),
@@ -174,23 +175,23 @@ def test_data_sets_have_our_names(loaded, expected):
 def test_what_a_script_does_to_its_data_is_said_and_a_split_is_a_holdout():
     body = "d = load_dataset('o/n', split='train').map(f)\nd = d.train_test_split(test_size=0.2)\n"
     body += "GRPOTrainer(model='m', train_dataset=d['train'], eval_dataset=d['test'])"
-    settings = read_script(HEAD + body, "a.py", "a_rewards").settings
-    made = convert("trl", settings).keys
-    assert (made["task.train"], made["task.holdout"], "task.test" in made) == (["o/n:train"], 0.2, False)
-    assert next(one.note for one in settings if one.name == "train_dataset").endswith("with .map(f)")
+    made = convert("trl", read_script(HEAD + body, "a.py", "a_rewards", {})[0])
+    keys = keys_of(made)
+    assert (keys["task.train"], keys["task.holdout"], "task.test" in keys) == (["o/n:train"], 0.2, False)
+    assert next(one.note for one in made if one.name == "train_dataset").endswith("with .map(f)")
 
 
 def test_functions_of_other_modules_and_of_calls_have_names():
     body = "import mine\nfrom pack.rewards import r as q\nfrom functools import partial\n"
     body += "def f(completions, k): return [k]\n"
     body += "GRPOTrainer(model='m', reward_funcs=[mine.r, q, partial(f, k=1), lambda c: c])"
-    script = read_script(HEAD + body, "a.py", "a_rewards")
-    (found,) = [one.value for one in script.settings if one.name == "reward_funcs"]
+    settings, text = read_script(HEAD + body, "a.py", "a_rewards", {})
+    (found,) = [one.value for one in settings if one.name == "reward_funcs"]
     assert found == ["mine:r", "pack.rewards:r", "a_rewards:reward_1", "a_rewards:reward_2"]
     names = {}
-    exec(script.rewards, names)
+    exec(text, names)
     assert names["reward_1"]([1]) == [1]
-    assert values("GRPOTrainer(model='m', reward_funcs='a/reward-model')")["reward_funcs"].text.endswith("may call it)")
+    assert values("GRPOTrainer(model='m', reward_funcs='a/reward-model')")["reward_funcs"].why.endswith("may call it")
 
 
 def test_a_script_is_never_run(here, capsys):
@@ -204,7 +205,7 @@ def test_a_script_is_never_run(here, capsys):
 
 def test_a_reward_that_needs_what_its_function_was_given_is_not_copied():
     found = values("def main(k):\n    def r(completions): return [k]\n    GRPOTrainer(model='m', reward_funcs=r)")
-    assert "it needs 'k', a parameter" in found["reward_funcs"].text
+    assert "it needs 'k', a parameter" in found["reward_funcs"].why
 
 
 def test_a_launch_line_is_filled_with_what_its_script_sets():
@@ -216,14 +217,16 @@ X=$(hostname)
 C=1
 C=2
 FLAGS=(
-    data.train_batch_size=$((A * N))
+    data.train_batch_size=$((A * N + 1))
 )
 python3 -m verl.trainer.main_ppo "${FLAGS[@]}" data.seed=$C trainer.nnodes=$X \\
     data.train_files="['$A.parquet']" # data.val_files=no
 """
-    found = {one.name: (one.value, one.line) for one in read_launch(text, "a.sh")}
-    assert found["data.train_batch_size"] == (12, 9)
-    assert found["data.train_files"] == (["3.parquet"], 12)
+    family, settings = read_launch(text, "a.sh")
+    found = {one.name: (one.value, one.where) for one in settings}
+    assert family == "verl"
+    assert found["data.train_batch_size"] == (13, "a.sh:9")
+    assert found["data.train_files"] == (["3.parquet"], "a.sh:12")
     assert isinstance(found["data.seed"][0], Unknown)
     assert isinstance(found["trainer.nnodes"][0], Unknown)
     assert len(found) == 4
@@ -233,54 +236,57 @@ def test_tables_of_settings_are_read_too(here):
     trl = {"learning_rate": 1e-5, "use_peft": True, "lora_r": 4, "model_init_kwargs": {"dtype": "float32"}}
     (here / "trl.json").write_text(json.dumps(trl, indent=1))
     family, settings = read_tables((here / "trl.json").read_text(), "trl.json")
-    made = convert(family, settings).keys
+    made = keys_of(convert(family, settings))
     assert (family, made["learn.lr"], made["model.lora.rank"], made["model.lora.alpha"]) == ("trl", 1e-5, 4, 32)
     assert made["model.dtype"] == "float32"
     verl = "actor_rollout_ref:\n  actor:\n    optim: {lr: 1e-5}\n  rollout:\n    n: 6\n    temperature: ${data.t}\n"
     family, settings = read_tables(verl, "verl.yaml")
     made = convert(family, settings)
-    assert (family, made.keys["learn.lr"], made.keys["rollout.responses"]) == ("verl", 1e-5, 6)
-    assert [one.setting.line for one in made.outcomes] == [0, 5, 6]  # where a line holds several, none is named
-    assert made.outcomes[2].remark == "computed at run time"
+    assert (family, keys_of(made)["learn.lr"], keys_of(made)["rollout.responses"]) == ("verl", 1e-5, 6)
+    # where a line holds several, none is named
+    assert [one.where for one in made[:3]] == ["verl.yaml", "verl.yaml:5", "verl.yaml:6"]
+    assert made[2].note == "computed at run time"
 
 
 def test_what_is_off_anyway_says_so_and_a_value_that_no_key_takes_is_named():
     settings = [Setting(name, UNSET["trl"][name]) for name in ("use_vllm", "push_to_hub", "repetition_penalty")]
     settings += [Setting("temperature", 0), Setting("lr_scheduler_type", "polynomial"), Setting("loss_type", "luspo")]
     made = convert("trl", settings)
-    remarks = [one.remark for one in made.outcomes]
-    assert remarks[:3] == ["off, as here"] * 3
-    assert remarks[3:5] == ["rollout.temperature takes no 0", "learn.schedule takes no 'polynomial'"]
-    assert remarks[5] == "learn.reduction takes no 'luspo'"
-    assert not {"rollout.temperature", "learn.schedule", "learn.reduction"} & made.keys.keys()
+    notes = [one.note for one in made[:6]]
+    assert notes[1:3] == ["off, as here"] * 2
+    assert notes[3:5] == ["rollout.temperature takes no 0", "learn.schedule takes no 'polynomial'"]
+    assert notes[5] == "learn.reduction takes no 'luspo'"
+    assert not {"rollout.temperature", "learn.schedule", "learn.reduction"} & keys_of(made).keys()
 
 
 def test_adapters_of_a_script_are_known_or_left_and_never_made_up():
     known = [Setting("peft_config", "LoraConfig"), Setting("peft_config.target_modules", ".*proj")]
     made = convert("trl", known)
-    assert (made.keys["model.lora.rank"], made.keys["model.lora.alpha"]) == (8, 8)  # peft's defaults
-    assert "model.lora.targets" not in made.keys
-    assert "all linear layers" in made.outcomes[1].remark
+    assert (keys_of(made)["model.lora.rank"], keys_of(made)["model.lora.alpha"]) == (8, 8)  # peft's defaults
+    assert "model.lora.targets" not in keys_of(made)
+    assert "all linear layers" in made[1].note
     made = convert("trl", [Setting("peft_config", Unknown("get_peft_config(args)"))])
-    assert "model.lora.rank" not in made.keys
-    assert made.outcomes[0].remark == "computed at run time"
+    assert "model.lora.rank" not in keys_of(made)
+    assert made[0].note == "computed at run time"
 
 
 def test_what_is_done_every_so_often_counts_steps_of_ours():
     asked = [Setting("eval_strategy", "steps"), Setting("logging_steps", 6), Setting("save_strategy", "epoch")]
-    made = convert("trl", [*asked, Setting("num_iterations", 3)])
-    assert (made.keys["eval.every"], "checkpoint_every" in made.keys) == (2, False)
-    assert convert("trl", [Setting("eval_strategy", "no")]).keys["eval.every"] == 0
-    assert convert("verl", [Setting("trainer.test_freq", -1)]).keys["eval.every"] == 0
+    keys = keys_of(convert("trl", [*asked, Setting("num_iterations", 3)]))
+    assert (keys["eval.every"], "checkpoint_every" in keys) == (2, False)
+    assert keys_of(convert("trl", [Setting("eval_strategy", "no")]))["eval.every"] == 0
+    assert keys_of(convert("verl", [Setting("trainer.test_freq", -1)]))["eval.every"] == 0
 
 
 def test_sizes_of_a_batch_count_processes():
     settings = [Setting("per_device_train_batch_size", 4), Setting("num_generations", 16)]
     settings += [Setting("steps_per_generation", 8), Setting("max_steps", 100)]
-    one, eight = (convert("trl", settings, processes=count) for count in (1, 8))
-    assert (eight.keys["rollout.prompts"], eight.keys["learn.batch_groups"], eight.keys["steps"]) == (16, 2, 13)
-    assert (one.keys["rollout.prompts"], one.keys["learn.batch_groups"]) == (2, 1)
-    assert "4 responses on 1 process are no whole groups of 16" in one.outcomes[0].remark
+    made = convert("trl", settings)
+    one, eight = keys_of(made), keys_of(convert("trl", settings, processes=8))
+    assert (eight["rollout.prompts"], eight["learn.batch_groups"], eight["steps"]) == (16, 2, 13)
+    assert keys_of(convert("trl", [*settings, Setting("num_processes", 8)])) == eight
+    assert (one["rollout.prompts"], one["learn.batch_groups"]) == (2, 1)
+    assert "4 responses on 1 processes" in made[0].note
 
 
 def test_nothing_is_overwritten_and_mistakes_are_told(here, capsys):
@@ -292,11 +298,11 @@ def test_nothing_is_overwritten_and_mistakes_are_told(here, capsys):
         ("broken.py", "def", "broken.py:1 is not valid Python"),
         ("deep.py", "(" * 500 + ")" * 500, "deep.py"),
         ("none.sh", "echo a=1", "has no settings of verl"),
-        ("broken.yaml", "a: [", "is not valid YAML"),
+        ("broken.yaml", "a: [", "is no GRPOConfig and no table of verl in YAML"),
         ("list.json", "[1]", "holds no settings"),
-        ("deep.json", '{"a": ' * 60 + "1" + "}" * 60, "or deeper than 50"),
-        ("bomb.yaml", "a0: &a0 1\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}]\n" for n in range(30)), "more than"),
-        ("round.yaml", "a: &a [*a]\n", "or deeper than 50"),
+        ("deep.json", '{"a": ' * 2000 + "1" + "}" * 2000, "is no GRPOConfig and no table of verl in JSON"),
+        ("bomb.yaml", "a0: &a0 1\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}]\n" for n in range(30)), "aliases"),
+        ("round.yaml", "a: &a [*a]\n", "aliases"),
     ):
         (here / name).write_text(text)
         assert run(["convert", name]) == 2, name

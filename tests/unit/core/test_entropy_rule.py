@@ -13,7 +13,6 @@ from bapo.core.entropy_rule import (
     quadrant_masses,
     ratio_profile,
     ratio_statistics,
-    response_statistics,
     share_statistics,
     staleness_histogram,
     update_statistics,
@@ -158,13 +157,6 @@ def test_staleness_histogram_counts_tokens_by_age():
     assert staleness_histogram(versions, mask, version=5, bins=4).tolist() == [2, 1, 0, 1, 1]
     with pytest.raises(ValueError, match="newer than the learner's version=4"):
         staleness_histogram(versions, mask, version=4, bins=4)
-
-
-def test_length_by_correctness():
-    statistics = response_statistics(torch.tensor([1.0, 0.0, 0.0]), torch.tensor([10, 30, 50]))
-    assert {k: v.item() for k, v in statistics.items()} == pytest.approx(
-        {"reward": 1 / 3, "length": 30, "length_correct": 10, "length_wrong": 40}
-    )
 
 
 def test_update_statistics_gathers_everything():

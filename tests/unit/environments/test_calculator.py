@@ -2,17 +2,18 @@
 
 import json
 import random
-from contextlib import nullcontext
 
 import pytest
 
 from bapo.config.run import Config
 from bapo.environments.calculator import value
 from bapo.environments.conversations import turns_of
+from bapo.screen.view import View
 from bapo.tasks.countdown import Countdown, expressions
 from bapo.train.build import build
 from bapo.train.continuing import check_state
-from bapo.train.loop import RunState, take_step
+from bapo.train.job import RunState
+from bapo.train.loop import Loop
 from bapo.train.machine import resolve
 from tests.tiny.runs import assert_resumes_bit_for_bit
 
@@ -59,7 +60,7 @@ def test_a_step_with_the_calculator(tmp_path):
     sizes = {"prompts": 4, "responses": 4, "max_tokens": 40}
     task = {"environment": "calculator"}
     parts = build(resolve(Config(steps=1, out=str(tmp_path), device="cpu", threads=1, task=task, rollout=sizes)))
-    record = take_step(parts, RunState(), lambda what: nullcontext())
+    record = Loop(parts, RunState()).take_step(View(1, title="", clock=lambda: 0.0))
     decode, equals = parts.policy.decode, parts.policy.encode("=")[-1]
     trajectories = [t for group in record.samples for t in group.trajectories]
     assert all(t.ending in ("answered", "context") for t in trajectories)

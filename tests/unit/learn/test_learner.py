@@ -636,12 +636,6 @@ def test_the_effective_sample_size_neither_overflows_nor_vanishes():
         assert response_ess([output], None).item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("reference", [0.0, -1.0, 1.5, math.nan, math.inf])
-def test_a_reference_that_no_effective_sample_size_can_have_is_refused(reference):
-    with pytest.raises(ValueError, match=r"ess_reference=.*at most 1"):
-        LearnerSettings(ess_reference=reference)
-
-
 def test_a_step_that_failed_half_way_leaves_no_gradient_behind(monkeypatch):
     policy = model()
     groups = sampled_groups(policy)
@@ -672,7 +666,7 @@ def test_a_head_that_adds_something_is_refused():
 def test_one_optimizer_for_16_bit_weights():
     policy = model().bfloat16()
     Learner(policy, LearnerSettings())
-    with pytest.raises(ValueError, match="another optimizer already takes the gradients"):
+    with pytest.raises(AssertionError, match="another optimizer already takes the gradients"):
         Learner(policy, LearnerSettings())
 
 

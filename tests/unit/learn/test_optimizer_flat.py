@@ -194,7 +194,7 @@ def test_weights_that_are_multiplied_together_lie_together():
 
 def test_one_model_has_one_optimizer():
     (model, _), _ = pair()
-    with pytest.raises(ValueError, match="another optimizer"):
+    with pytest.raises(AssertionError, match="another optimizer"):
         FlatOptimizer(model.parameters(), **OPTIONS)
 
 

@@ -362,17 +362,6 @@ def test_without_the_penalty_nothing_is_added():
     assert batch.reference_logprobs is None
 
 
-def test_tokens_without_a_reference_are_refused_where_it_is_needed():
-    start = model()
-    with pytest.raises(ValueError, match=r"learn.kl=0.5, but some tokens have no log-prob under the reference"):
-        Learner(start, SETTINGS).step(sampled_groups(start))
-    with pytest.raises(ValueError, match=r"learn.kl_in_reward=0.25, but some tokens have no log-prob under the"):
-        Learner(start, IN_REWARD).step(sampled_groups(start))
-    for kl in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=r"learn.kl=.* must be a finite number, 0 or above"):
-            LearnerSettings(kl=kl)
-
-
 def test_log_probs_that_are_not_finite_are_refused():
     start = model()
     learner = learner_of(start)

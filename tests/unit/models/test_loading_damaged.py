@@ -417,3 +417,14 @@ def test_a_tokenizer_that_fails_at_a_prompt_is_refused_with_words(model, capsys)
         policy.encode("é")
     assert run(["train", "--model.path", str(model), "--model.chat", "no", "--steps", "1", "--dry-run"]) == 2
     assert "tokenizer cannot encode" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("command", [["train", "--dry-run"], ["train"]])
+def test_a_tokenizer_that_cannot_be_saved_stops_a_run_before_its_first_step(model, command, here, capsys):
+    """Half of a character outside the basic plane can be read from JSON, and not be written as UTF-8."""
+    file = model / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"note": "\ud800"}))
+    words = ["--model.path", str(model), "--device", "cpu", "--steps", "1", "--rollout.max_tokens", "4"]
+    assert run([*command, *words, "--out", "run"]) == 2
+    assert "can be loaded and not saved (UnicodeEncodeError: " in " ".join(capsys.readouterr().err.split())
+    assert not (here / "run" / "metrics.jsonl").exists()

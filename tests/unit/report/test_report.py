@@ -19,7 +19,7 @@ from statistics import fmean
 import pytest
 
 from bapo.cli import run as cli
-from bapo.compare.results import table_lines
+from bapo.compare import table_lines
 from bapo.config.recipe import parse
 from bapo.config.run import Config
 from bapo.report import contents, find_arms, serve, write_report

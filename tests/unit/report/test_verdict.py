@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from bapo.compare.results import write_json
+from bapo.compare import write_json
 from bapo.report import contents, find_arms
 from bapo.report.arms import arms_of
 from bapo.report.verdict import places, signs

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bapo.tasks import countdown
 from bapo.tasks.countdown import ALPHABET, MAX_NUMBER, MAX_TARGET, Countdown, evaluate, expressions
 from bapo.tasks.task import Task
 from bapo.types import Problem
@@ -176,14 +177,9 @@ def test_training_and_held_out_problems_are_disjoint_and_unique():
 
 
 def test_problems_depend_on_the_seed_and_on_nothing_else():
-    assert Countdown(seed=3).train == Countdown(seed=3).train
-    assert Countdown(seed=3).train != Countdown(seed=4).train
+    first = Countdown(seed=3).train
+    countdown._problems.cache_clear()
+    assert first == Countdown(seed=3).train
+    assert first != Countdown(seed=4).train
     assert Countdown(train_size=10).test == TASK.test
     assert [problem.prompt for problem in TASK.test[:2]] == ["13,3,7=17:", "15,4,14=25:"]
-
-
-def test_impossible_sizes_are_refused_with_a_remedy():
-    with pytest.raises(ValueError, match=r"train_size=9000 .* only \d+ exist"):
-        Countdown(train_size=9000)
-    with pytest.raises(ValueError, match="test_size=-1 is negative"):
-        Countdown(test_size=-1)

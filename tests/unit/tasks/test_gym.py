@@ -163,7 +163,6 @@ def test_a_question_that_comes_out_differently_is_a_failure(gym):
         ({"countdown": {"min_number": 2}}, r"gym\.countdown=.*'min_number'.*The keys of countdown are max_numbers"),
         ({"countdown": {"min_numbers": 0}}, r"gym\.countdown={'min_numbers': 0}: min_numbers must be"),
         ({"countdown": {"seed": 1}}, r"gym\.countdown\.seed=1 cannot be set: the task's seed and sizes decide"),
-        ({}, "gym names no data set"),
     ],
 )
 def test_what_cannot_be_made_is_explained(datasets, message):

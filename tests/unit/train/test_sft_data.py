@@ -6,7 +6,7 @@ from bapo.config.sft import SftTaskConfig
 from bapo.models import Policy, find_stop_ids
 from bapo.preflight.examine import load_sft
 from bapo.tasks.data.problems import Demonstration
-from bapo.train.sft_data import (
+from bapo.train.sft import (
     Batches,
     Encoded,
     Encoder,

@@ -28,13 +28,7 @@ from bapo.core.kernels.bounds import limited_ratio
 BLOCK_TOKENS = 1024
 SUMS = 8
 """Tokens, positive and negative ones, blocked ones of each sign, P, N, and the loss."""
-STATISTICS = (
-    "positive_tokens",
-    "negative_tokens",
-    "clip_fraction",
-    "clip_fraction_positive",
-    "clip_fraction_negative",
-)
+STATISTICS = ("positive_tokens", "negative_tokens", "clip_fraction", "clip_fraction_positive", "clip_fraction_negative")
 
 
 class ClippedLoss(NamedTuple):

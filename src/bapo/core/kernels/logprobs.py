@@ -246,16 +246,7 @@ def differentiate_tile(
     do_not_specialize_on_alignment=["targets", "chosen", "normalizers", "entropies"],
 )
 def _reduce(
-    tile,
-    targets,
-    chosen,
-    normalizers,
-    entropies,
-    start,
-    columns,
-    stride,
-    inverse_temperature,
-    BLOCK: tl.constexpr,
+    tile, targets, chosen, normalizers, entropies, start, columns, stride, inverse_temperature, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)

@@ -23,7 +23,7 @@ from bapo.rollout.cuda.kernels.attention import QUERIES, decode_attention, prefi
 from bapo.rollout.cuda.kernels.sampling import State, sample
 from bapo.rollout.cuda.pages import Pages
 from bapo.rollout.engine import Sampling
-from bapo.rollout.truncation import left_by
+from bapo.rollout.sittings import left_by
 
 SIZES_PER_DOUBLING = 2
 """Batch sizes that graphs are captured for, from one power of two to the next. More of them waste fewer rows, and each

@@ -10,7 +10,7 @@ Nothing survives a sitting: a parked response is prefilled again when it resumes
 What is exact. Each log-prob belongs to the sampled token under the distribution it was drawn from: it is the float32
 log-softmax of the model's logits over the temperature. The draw inverts the cumulative distribution at the uniform of
 (seed, position), see `randomness.py`. Greedy sampling is the limit of temperature 0: all mass on the best token, so
-log-prob and entropy are 0. Truncation sets the logits of what it leaves out to minus infinity (`truncation.py`).
+log-prob and entropy are 0. Truncation sets the logits of what it leaves out to minus infinity (`sittings.py`).
 
 What is not. Matrix kernels may round differently for different batch shapes, so log-probs can change by about 1e-6
 (4e-3 in bfloat16) with the other responses in the batch. A token changes only where its uniform falls that close to an
@@ -38,8 +38,7 @@ from bapo.core.wide import wide_linear
 from bapo.rollout.engine import Engine, Request, Sampling, Segment
 from bapo.rollout.local.cache import ColumnCache, padding_mask
 from bapo.rollout.randomness import stream, uniforms
-from bapo.rollout.sittings import InProcessEngine, copy_weights, non_finite
-from bapo.rollout.truncation import left_by
+from bapo.rollout.sittings import InProcessEngine, copy_weights, left_by, non_finite
 from bapo.types import Status
 
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}

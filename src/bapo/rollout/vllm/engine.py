@@ -38,7 +38,7 @@ from torch import Tensor
 
 from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment
 from bapo.rollout.randomness import response_seed
-from bapo.rollout.sittings import check_engine_sizes, check_idle, check_requests, non_finite
+from bapo.rollout.sittings import check_idle, check_requests, non_finite
 from bapo.rollout.vllm.buckets import BUCKET_BYTES, batches, check_arrived, fingerprints, fitting, shared
 from bapo.rollout.vllm.start import Settings, check_installed, expected_weights, sockets, start
 from bapo.types import Status, refuse
@@ -72,7 +72,6 @@ class VllmEngine:
     continuous = True
 
     def __init__(self, settings: Settings) -> None:
-        check_engine_sizes(settings.slots, 1)
         check_installed()
         self.settings = settings
         self.version = NOTHING_LOADED

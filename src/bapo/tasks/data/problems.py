@@ -174,16 +174,12 @@ def _read(
 ) -> Iterator[tuple[Source, Row, Prompt, Any]]:
     """What `read` finds in the rows of all sources, in order. Rows without a prompt or its answer are only counted.
 
-    Before anything is read, it refuses a missing source, an empty list, and a template that would lose the prompt.
+    Before anything is read, it refuses a missing source, and a template that would lose the prompt.
     """
     if template is not None and SLOT not in template:
         raise ValueError(
             f"template={template!r} has no place for the prompt. Write {SLOT} where the prompt belongs, "
             f"for example {SLOT + ' ' + BOXED!r}."
-        )
-    if isinstance(sources, str) or not sources:
-        raise ValueError(
-            f"sources={sources!r} is not a list of names. Give a list of files, directories, hub names or benchmarks."
         )
     for source in [resolve(name) for name in sources]:
         for row in source_rows(source):

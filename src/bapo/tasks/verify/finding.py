@@ -188,12 +188,8 @@ def arguments_of(signature: Signature, problem: Problem, responses: Sequence[str
         given["prompts"] = [problem.prompt] * len(responses)
         given["completions"] = [[{"role": "assistant", "content": str(one)}] if chat else str(one) for one in responses]
         given["completion_ids"] = [list(getattr(one, "tokens", ())) for one in responses]
-        given["log_extra"] = given["log_metric"] = _told_nobody
+        given["log_extra"] = given["log_metric"] = lambda name, value: None  # nobody logs what it would like to
     return {name: value for name, value in given.items() if takes_all or name in named}
-
-
-def _told_nobody(name: str, value: Any) -> None:
-    """What a function of TRL would like to have logged is not."""
 
 
 def is_async(function: Callable[..., Any]) -> bool:

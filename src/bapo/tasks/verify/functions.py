@@ -45,7 +45,7 @@ from bapo.process.stops import StopAsked
 from bapo.tasks.task import LARGEST_REWARD, followed
 from bapo.tasks.verify.finding import Signature, Style, arguments_of, find_function, is_async, judged, unharmed
 from bapo.tasks.verify.sandbox import Pool
-from bapo.types import Problem, ResponseText, Score, refuse
+from bapo.types import Problem, ResponseText, Score
 
 DOES_NOT_APPLY = "the reward function returned None: it does not apply"
 """The failure of a response to which a function of TRL gives no reward. In a sum of several, it has no part then."""
@@ -95,12 +95,6 @@ class FunctionReward:
     """Scores responses with a function of the user's own."""
 
     def __init__(self, name: str, *, concurrency: int = 32, seconds: float = 60.0, retries: int = 0) -> None:
-        refuse(
-            (
-                concurrency < 1 or not seconds > 0,
-                f"reward function {name!r}: concurrency={concurrency} and seconds={seconds} must both be positive.",
-            )
-        )
         self.name, self.concurrency, self.seconds, self.retries = name, concurrency, seconds, retries
         self._function = find_function(name)
         self.signature = judged(name, self._function)

@@ -7,19 +7,18 @@ that one of them fails on has none.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from bapo.tasks.data.problems import without_overlap
 from bapo.tasks.judge import JUDGE, Judge
 from bapo.tasks.task import LARGEST_REWARD, Scorer, following, listener
 from bapo.tasks.verify.finding import CALLED_WITH
 from bapo.tasks.verify.functions import DOES_NOT_APPLY, FunctionReward, IsolatedReward
 from bapo.tasks.verify.sandbox import VerifierPool
-from bapo.types import Problem, Score, refuse
+from bapo.types import Problem, Score
 
 MATH = "math"
 
@@ -49,24 +48,14 @@ class Verifier(NamedTuple):
     """Whether a trial leaves nothing behind: clients of an async function would stay bound to its event loop."""
 
 
+@dataclass(eq=False)
 class DataTask:
-    """Problems to train on, problems to test on, and a scorer for the responses. `judge`: the model it asks, if any."""
+    """Problems to train on, problems to test on, and a scorer for the responses."""
 
-    def __init__(
-        self, train: Sequence[Problem], test: Sequence[Problem], scorer: Scorer, judge: Judge | None = None
-    ) -> None:
-        _, shared = without_overlap(train, test)
-        if shared:
-            raise ValueError(
-                f"{len(shared)} of {len(train)} training problems are test problems too. The first is {shared[0].id} "
-                f"({shared[0].source}): {str(shared[0].prompt)[:80]!r}. Scores on them would measure memory, not "
-                "skill. Remove them, as bapo.tasks.data.problems.without_overlap does."
-            )
-        for name, problems in (("training", train), ("test", test)):
-            counts = Counter(problem.id for problem in problems)
-            twice = [id for id, count in counts.items() if count > 1][:1]
-            refuse((twice, f"two {name} problems have the same id {twice}. Give each problem of a task its own id."))
-        self.train, self.test, self.scores, self.judge = train, test, scorer, judge
+    train: Sequence[Problem]
+    test: Sequence[Problem]
+    scores: Scorer
+    judge: Judge | None = None  # the model that the scorer asks, if any
 
 
 def open_scorer(
@@ -87,7 +76,9 @@ def open_scorer(
         parts = []
         for reward in rewards:
             if reward == JUDGE:
-                part = _asking(judge)
+                if judge is None:
+                    raise ValueError("reward='judge' is for runs of `bapo train`: task.judge says which model to ask.")
+                part = Verifier(judge.scores, judge.close)
             elif reward == MATH:
                 part = _open_math(opens_thinking, **limits)
             else:
@@ -133,12 +124,6 @@ def _sum(parts: dict[str, Score], weights: Sequence[float]) -> Score:
     return Score(total, answer=answer, rewards=rewards, read=read, written=written)
 
 
-def _asking(judge: Judge | None) -> Verifier:
-    if judge is None:
-        raise ValueError("reward='judge' is for runs of `bapo train`, whose task.judge says which model to ask.")
-    return Verifier(judge.scores, judge.close)
-
-
 def _open_math(opens_thinking: bool, **limits: Any) -> Verifier:
     if find_spec("math_verify") is None:
         raise ValueError(
@@ -167,9 +152,7 @@ def open_function(
     return Verifier(function.scores, function.close, style != "ours", CALLED_WITH[style], may_be_tried)
 
 
-def overlong_penalty(
-    length: int, *, max_tokens: int, buffer: int, penalty: float = 1.0, truncated: bool = False
-) -> float:
+def overlong_penalty(length: int, *, max_tokens: int, buffer: int, penalty: float = 1.0) -> float:
     """What to add to the reward of a response of `length` tokens: DAPO's soft punishment (arXiv:2503.14476, eq. 13).
 
                         0                                   |y| <= L - B
@@ -178,19 +161,9 @@ def overlong_penalty(
 
     L is the length limit and B the buffer before it. Without the penalty, a response that is cut off just before its
     answer looks the same as one that never got anywhere. The paper's L is a soft limit, and its responses may be longer
-    than L. Ours cannot be, so the third case is a response that was cut off at L (truncated).
+    than L. Ours cannot be: those that are cut off have the length L.
 
     The penalty changes the rewards that advantages are computed from. It is not part of the reward that is reported or
     evaluated.
     """
-    refuse(
-        (
-            not 0 < buffer <= max_tokens,
-            f"overlong buffer={buffer} does not fit max_tokens={max_tokens}, of which it is the last part. Set it "
-            "between 1 and max_tokens; DAPO uses a fifth.",
-        ),
-        (penalty < 0, f"overlong penalty={penalty} is negative and would reward length. Set it to 0 or more."),
-    )
-    if truncated or length > max_tokens:
-        return -penalty
-    return -penalty * max(0, length - (max_tokens - buffer)) / buffer
+    return -penalty * min(buffer, max(0, length - (max_tokens - buffer))) / buffer

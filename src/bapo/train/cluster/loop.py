@@ -38,7 +38,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +52,9 @@ from bapo.train.cluster.fleet import Fleet
 from bapo.train.cluster.hosts import LearnerHost, RolloutHost
 from bapo.train.cluster.learner import RemoteLearner
 from bapo.train.cluster.ray import Actor, Cluster
-from bapo.train.continuing import bookmark
-from bapo.train.loop import Parts, RunState, StepRecord, admit, learn, load_weights
-from bapo.train.scoring import Scored, response_metrics, score, together, unscored
+from bapo.train.job import RunState, StepRecord, recorded
+from bapo.train.loop import Loop, Parts, admit, bookmark, learn, load_weights
+from bapo.train.scoring import Scored, score, together, unscored
 from bapo.types import Group, group_from_state, group_state
 
 PUMP_SECONDS = 0.1
@@ -69,13 +68,13 @@ Returned = tuple[int, Group | None]
 """A group that has come back, by its id, with its rewards; None in place of a group that cannot be trained on."""
 
 
-class AsyncLoop:
+class AsyncLoop(Loop):
     """One run of the asynchronous loop: the groups that are being scored, and those that wait for their rollout."""
 
     def __init__(self, parts: Parts, state: RunState) -> None:
         assert isinstance(parts.engine, Fleet)
         assert isinstance(parts.learner, RemoteLearner)
-        self.parts, self.state = parts, state
+        super().__init__(parts, state)
         self._fleet, self.learner = parts.engine, parts.learner
         self.ahead = parts.config.cluster.ahead
         self._returned: list[Returned] = []
@@ -86,7 +85,7 @@ class AsyncLoop:
         """What was scored in this step so far."""
 
     def take_step(self, view: View) -> StepRecord:
-        """One rollout and the updates on it, with sampling in parallel. If it raises StopAsked, the step was undone."""
+        """One rollout and the updates on it, with sampling in parallel."""
         parts, state = self.parts, self.state
         began, before = time.perf_counter(), parts.scheduler.totals()
         undo = self._bookmark()
@@ -107,31 +106,14 @@ class AsyncLoop:
         waited = time.perf_counter()
         with view.doing("learning") as tell:
             updates = list(learn(parts, state, tell))
-        ended = time.perf_counter()
-        state.step += 1
+        times = (began, waited, time.perf_counter())
         scored, self._scored = together(self._scored), []
-        sampled = parts.scheduler.since(before)
-        tokens = sampled.sampled_tokens + sum(update.tokens for update in updates)
-        return StepRecord(
-            step=state.step,
-            rollout={
-                **response_metrics(groups, failures=len(scored.failures), judged=scored.judged),
-                **{f"rollout/{name}": value for name, value in asdict(sampled).items()},
-                **{f"buffer/{name}": value for name, value in asdict(parts.buffer.metrics()).items()},
-                "rollout/admitted": admitted,
-                "rollout/probe_gap": self._fleet.take_gap(),
-            },
-            updates=updates,
-            samples=groups[:1],
-            scored=scored,
-            timing={
-                "seconds": ended - began,
-                "rollout_seconds": waited - began,
-                "learn_seconds": ended - waited,
-                "sampling_share": self._fleet.take_busy(),
-                "tokens_per_second": tokens / (ended - began),
-            },
-        )
+        state.step += 1
+        metrics = parts.scheduler.since(before), parts.buffer.metrics(), admitted
+        record = recorded(state.step, groups, scored, metrics, updates, times)
+        record.rollout["rollout/probe_gap"] = self._fleet.take_gap()
+        record.timing["sampling_share"] = self._fleet.take_busy()
+        return record
 
     def _bookmark(self) -> Callable[[], None]:
         """What undoes a step whose rollout is not whole yet."""

@@ -274,7 +274,9 @@ class Cluster:
         try:
             _check_reachable(address)
             with clean_environment():
-                ray.init(address=address or "local", job_config=_without_paths(), **options)
+                job = ray.job_config.JobConfig()
+                job._py_driver_sys_path = _NoPaths()
+                ray.init(address=address or "local", job_config=job, **options)
         except (OSError, RuntimeError, ValueError, RayError) as error:
             raise ClusterError(
                 f"cluster.address={address!r}: cannot connect to Ray: {_lines(error)[0]}. Start it with `ray start "
@@ -283,7 +285,7 @@ class Cluster:
             ) from error
         ray._private.worker.print_to_stdstream = _hush
         if address is None:
-            watchdog = [sys.executable, "-P", "-m", "bapo.process.tree", str(os.getpid())]
+            watchdog = [sys.executable, "-P", "-m", "bapo.process.stops", str(os.getpid())]
             nowhere, env = subprocess.DEVNULL, environment()
             subprocess.Popen(watchdog, start_new_session=True, stdin=nowhere, stdout=nowhere, stderr=nowhere, env=env)  # noqa: S603
 
@@ -319,12 +321,6 @@ class _NoPaths(list[str]):
 
     def extend(self, _: Iterable[str]) -> None:
         """Add no path: what lives in workers is bapo, which is installed."""
-
-
-def _without_paths() -> Any:
-    job = ray.job_config.JobConfig()
-    job._py_driver_sys_path = _NoPaths()
-    return job
 
 
 def _stay_on_this_machine() -> None:

@@ -156,8 +156,6 @@ def test_no_requests_no_budget():
 def test_what_it_cannot_run_is_refused_with_the_reason():
     with pytest.raises(ValueError, match="architecture is mistral"):
         GraphEngine(tiny("mistral"))
-    with pytest.raises(ValueError, match="slots=0"):
-        GraphEngine(tiny("llama"), slots=0)
     with pytest.raises(ValueError, match="parked='both'"):
         GraphEngine(tiny("llama"), parked="both")
     odd = tiny("llama")

@@ -179,8 +179,6 @@ def test_what_cannot_be_found_or_called_is_explained(written):
         written("def reward(:")
     with pytest.raises(ValueError, match=r"requires the parameter 'text'.*response, answer, prompt, extra"):
         written("def reward(text): return 1")
-    with pytest.raises(ValueError, match="concurrency=0"):
-        written("def reward(response): return 1", concurrency=0)
     with pytest.raises(ValueError, match=r"importing reward_\w+ failed: SystemExit: 3\..*__main__"):
         written("import sys\nsys.exit(3)")
 

@@ -12,23 +12,6 @@ def test_the_three_cases_of_the_paper(length, expected):
     assert overlong_penalty(length, max_tokens=100, buffer=20) == pytest.approx(expected)
 
 
-def test_a_truncated_response_gets_all_of_it_whatever_its_length():
-    assert overlong_penalty(10, max_tokens=100, buffer=20, truncated=True) == -1.0
-
-
 def test_the_penalty_scales():
     assert overlong_penalty(90, max_tokens=100, buffer=20, penalty=0.5) == pytest.approx(-0.25)
     assert overlong_penalty(100, max_tokens=100, buffer=100, penalty=0.0) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"buffer": 0}, "buffer=0"),
-        ({"buffer": 101}, "max_tokens=100"),
-        ({"buffer": 20, "penalty": -1.0}, "reward length"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        overlong_penalty(5, max_tokens=100, **wrong)

@@ -13,7 +13,7 @@ from bapo.rollout.cuda.engine import GraphEngine
 from bapo.rollout.engine import Request, Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.scheduler import Scheduler, new_group
-from bapo.rollout.truncation import left_by
+from bapo.rollout.sittings import left_by
 from bapo.types import Problem, Status, group_from_state, group_state
 from tests.rollouts import forcing_limit, ragged_requests, sitting
 from tests.tiny.models import STOP, VOCABULARY, tiny

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-from bapo.process.tree import below, processes
+from bapo.process.stops import below, processes
 from tests.cluster.driving import alive, gone
 
 SLEEPER = "import time; time.sleep(300)"
@@ -13,7 +13,7 @@ OWNER = f"""
 import os, subprocess, sys, time
 inner = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEPER!r}]); {SLEEPER}"
 child = subprocess.Popen([sys.executable, "-c", inner], start_new_session=True)
-command = [sys.executable, "-m", "bapo.process.tree", str(os.getpid())]
+command = [sys.executable, "-m", "bapo.process.stops", str(os.getpid())]
 watchdog = subprocess.Popen(command, start_new_session=True)
 print(child.pid, watchdog.pid, flush=True)
 time.sleep(300)
