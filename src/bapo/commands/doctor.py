@@ -39,6 +39,7 @@ EXTRAS = {
     "vllm": (("vllm",), 'cluster.engine = "vllm"'),
     "trl": (("trl",), "BapoTrainer inside TRL"),
     "verl": (("verl",), "the policy loss inside verl"),
+    "textarena": (("textarena",), "games for task.environment"),
 }
 """Optional packages by the name of the extra that installs them, and what they are for."""
 TAKEN = "run directory"
