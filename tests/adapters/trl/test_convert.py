@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+trl = pytest.importorskip("trl")
+pytest.importorskip("math_verify", reason="TRL's accuracy_reward needs it: make test-integrations")
+
 from bapo.cli import run
 from tests.adapters.trl.tiny import tokenizer
 from tests.tiny.models import untrained
-
-trl = pytest.importorskip("trl")
-pytest.importorskip("math_verify", reason="TRL's accuracy_reward needs it: make test-integrations")
 
 SCRIPTS = Path(__file__).parents[2] / "data" / "scripts"
 DOCUMENTED = """\
