@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-trl = pytest.importorskip("trl")
+pytest.importorskip("trl")
 pytest.importorskip("math_verify", reason="TRL's accuracy_reward needs it: make test-integrations")
+
+import trl
 
 from bapo.cli import run
 from tests.adapters.trl.tiny import tokenizer
