@@ -45,6 +45,9 @@ LOG_RATIO_EDGES = (-1.0, -0.6, -0.35, -0.2, -0.1, -0.05, -0.02, 0.02, 0.05, 0.1,
 USE_EDGES = (1, 2, 4, 8)
 """Where tokens are binned by uses: 5 bins, the first for tokens that were never trained on, the last one open."""
 
+LARGEST_REWARD = 3.4e38
+"""The largest reward allowed, in absolute value: float32 cannot hold more."""
+
 OPTIONAL = ("reference_logprobs", "log_kept", "rewards", "sampled", "answers", "ending")
 """The fields of a trajectory that only some runs have."""
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bapo.environments.calls import Call, Malformed, Parse
+from bapo.types import LARGEST_REWARD
 
 __all__ = ["Game", "Tools", "accepted", "is_game", "named", "public_methods"]
 
@@ -225,7 +226,7 @@ def number(reward: Any) -> float:
     reward = reward.item() if hasattr(reward, "item") else reward  # of numpy, torch
     if not isinstance(reward, numbers.Real):
         raise TypeError(f"the reward is of type {type(reward).__name__}, not a number")
-    if not abs(float(reward)) <= 3.4e38:
+    if not abs(float(reward)) <= LARGEST_REWARD:
         raise ValueError(f"the reward is {reward}, which float32 cannot hold")
     return float(reward)
 

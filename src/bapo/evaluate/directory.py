@@ -20,12 +20,14 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, FiniteFloat, InstanceOf, ValidationError
 
 from bapo.config.errors import ConfigError, DamagedError, PlaceError
 from bapo.config.words import flat
 from bapo.evaluate.estimates import Row
-from bapo.runs.files import append, appended, check_kinds, cut, held, read, read_object
+from bapo.runs.files import DIGITS, append, appended, check_kinds, cut, held, read, read_object
 from bapo.runs.files import write as write_whole
 
 FORMAT = "bapo eval 1"
@@ -55,16 +57,40 @@ def opened(path: Path, identity: dict[str, Any]) -> Iterator[Directory]:
     except OSError as error:
         raise ConfigError(f"--out {path}: cannot be written to: {error.strerror}. Choose another place.") from None
     with held(path / "lock", busy=f"--out {path}: another process is at work there. Wait for it, or stop it."):
-        directory = Directory(path)
+        directory = Directory(path, identity["k"])
         directory._claim(json.loads(json.dumps(identity)))
         yield directory
+
+
+Number = Annotated[FiniteFloat, Field(ge=-(10.0**DIGITS), le=10.0**DIGITS)]
+
+
+class _Response(BaseModel, strict=True):
+    text: InstanceOf[str]
+    tokens: Annotated[int, Field(ge=0, lt=2**53)]
+    status: Literal["stopped", "truncated"]
+    reward: Number | None
+    failure: InstanceOf[str]
+    answer: InstanceOf[str] | None
+    entropy: Number | None
+
+
+class _Row(BaseModel, strict=True):
+    """What a line of responses.jsonl must hold."""
+
+    data: InstanceOf[str]
+    id: InstanceOf[str]
+    source: InstanceOf[str]
+    prompt: InstanceOf[str]
+    reference: Any
+    responses: Annotated[list[_Response], Field(min_length=1)]
 
 
 class Directory:
     """The files of an evaluation. Made by `opened`."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, k: int) -> None:
+        self.path, self.k = path, k
         self.responses = path / "responses.jsonl"
         self._size, self._hash = 0, hashlib.sha256()
 
@@ -75,8 +101,8 @@ class Directory:
     def append(self, rows: Sequence[Row]) -> None:
         """Append the rows of one chunk. They, and the names of both files, are on the disk when this returns."""
         data = b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in rows)
-        append(self.path / CHECKSUMS, self._checksum(data))  # first, so that no chunk is ever without one
         append(self.responses, data)
+        append(self.path / CHECKSUMS, self._checksum(data))
 
     def _checksum(self, data: bytes) -> bytes:
         """The line of chunks.jsonl after these bytes."""
@@ -90,7 +116,7 @@ class Directory:
             (self.path / CHECKSUMS).unlink(missing_ok=True)
             return []
         lines = self._unchanged(read(self.responses)).splitlines(keepends=True)
-        rows = [json.loads(line) for line in lines]
+        rows = self._rows(lines)
         expected = [(name, id) for name, ids in chunks for id in ids]
         wrong = f" has {len(rows)} lines for {len(expected)} problems" if len(rows) > len(expected) else ""
         for number, (row, (name, id)) in enumerate(zip(rows, expected, strict=False), start=1):
@@ -112,16 +138,14 @@ class Directory:
         return rows[:kept]
 
     def _unchanged(self, data: bytes) -> bytes:
-        """The saved responses, which must be as they were written. A chunk that was cut is left out."""
-        start, found, recorded = 0, hashlib.sha256(), _recorded(self.path / CHECKSUMS)
-        if data and not recorded:
-            raise DamagedError(
-                f"{self.responses} has no checksums, because {self.path / CHECKSUMS} is missing or damaged. Restore "
-                "it, or delete both files to sample again."
-            )
-        for end, digest in recorded:
+        """The saved responses, which must be as they were written. A chunk that was cut is left out.
+
+        What follows the last checksum was saved just before a kill.
+        """
+        start, found = 0, hashlib.sha256()
+        for end, digest in _recorded(self.path / CHECKSUMS):
             if end > len(data):
-                break
+                return data[:start]
             found.update(data[start:end])
             if found.hexdigest() != digest:
                 line = data[:start].count(b"\n") + 1
@@ -131,7 +155,28 @@ class Directory:
                     "again."
                 )
             start = end
-        return data[:start]
+        return data
+
+    def _rows(self, lines: Sequence[bytes]) -> list[Row]:
+        """What the lines hold. A broken last line is left out."""
+        rows: list[Row] = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                row = json.loads(line) if line.endswith(b"\n") else None
+                if row is not None:
+                    wrong = f"it has {len(_Row.model_validate(row).responses)} responses, and not {self.k}"
+                    if len(row["responses"]) == self.k:
+                        rows.append(row)
+                        continue
+            except ValidationError as error:
+                first = error.errors(include_url=False, include_input=False)[0]
+                wrong = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            except (ValueError, RecursionError):
+                row, wrong = None, repr(line[:60])
+            if row is not None or number < len(lines):
+                again = "Restore the file, or delete everything from that line on to sample it again."
+                raise DamagedError(f"{self.responses}, line {number} is damaged: {wrong}. {again}")
+        return rows
 
     def _claim(self, identity: dict[str, Any]) -> None:
         """Write config.json, or check that it says the same."""

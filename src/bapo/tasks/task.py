@@ -27,8 +27,6 @@ STOP_SECONDS = 3.0
 """A stop waits for the scores that are missing if they are likely to be there within this time."""
 LONGEST_CAUSE = 100
 """How many characters of the cause of a failure are shown while responses are scored."""
-LARGEST_REWARD = 3.4e38
-"""The largest reward allowed, in absolute value: float32 cannot hold more."""
 
 
 class Task(Protocol):

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -270,13 +269,14 @@ def test_a_damaged_directory_is_not_continued(whole, tmp_path, capsys):
     out.mkdir()
     (out / "config.json").write_bytes((whole / "config.json").read_bytes())
     lines = (whole / "responses.jsonl").read_bytes().splitlines(keepends=True)
-    spoiled = b"".join([lines[1], lines[0]])
-    (out / "responses.jsonl").write_bytes(spoiled)
-    checksum = {"bytes": len(spoiled), "sha256": sha256(spoiled).hexdigest()}
-    (out / "chunks.jsonl").write_text(json.dumps(checksum) + "\n")
-    assert run([*ARGUMENTS, "--out", str(out)]) == 3
-    assert "line 1: expected problem" in capsys.readouterr().err
-    assert (out / "responses.jsonl").read_bytes() == spoiled
+    for spoiled, message in (
+        ([lines[0], b"{\n", *lines[1:]], "line 2 is damaged"),
+        ([lines[1], lines[0]], "line 1: expected problem"),
+    ):
+        (out / "responses.jsonl").write_bytes(b"".join(spoiled))
+        assert run([*ARGUMENTS, "--out", str(out)]) == 3
+        assert message in capsys.readouterr().err
+        assert (out / "responses.jsonl").read_bytes() == b"".join(spoiled)
     (out / "config.json").write_text("{")
     assert run([*ARGUMENTS, "--out", str(out)]) == 3
 
@@ -299,20 +299,32 @@ def test_a_saved_response_that_somebody_changed_is_noticed(whole, tmp_path, caps
     assert contents(out) == contents(whole)
 
 
-def test_responses_without_checksums_are_not_continued(whole, tmp_path, capsys):
+def test_saved_rows_of_another_form_are_refused_with_words(whole, tmp_path, capsys):
     out = shutil.copytree(whole, tmp_path / "edited")
-    before = (out / "responses.jsonl").read_bytes()
-    for spoiled in (None, b"", b"{}\n[]\n3\n"):
-        (out / "chunks.jsonl").unlink(missing_ok=True)
-        if spoiled is not None:
-            (out / "chunks.jsonl").write_bytes(spoiled)
-        assert run([*ARGUMENTS, "--out", str(out)]) == 3
-        assert "chunks.jsonl is missing or damaged. Restore it" in capsys.readouterr().err
-        assert (out / "responses.jsonl").read_bytes() == before
     (out / "chunks.jsonl").unlink()
-    (out / "responses.jsonl").unlink()  # as the message advises
-    assert run([*ARGUMENTS, "--out", str(out)]) == 0
-    assert contents(out) == contents(whole)
+    lines = (whole / "responses.jsonl").read_text().splitlines(keepends=True)
+    row = json.loads(lines[1])
+    response = row["responses"][0]
+    spoiled = [row | {"responses": value} for value in ("x", [], [1], None, {})]
+    spoiled += [{key: value for key, value in row.items() if key != left} for left in ("responses", "source", "prompt")]
+    spoiled += [
+        row | {"responses": [response | {key: value}]}
+        for key, values in {
+            "reward": ("x", 10**400, float("nan"), True, 1.7e308, -1e101),
+            "tokens": ("x", 10**400, -1),
+            "answer": ([],),
+            "failure": ({},),
+            "entropy": (float("inf"),),
+            "text": (3,),
+            "status": ("dropped",),
+        }.items()
+        for value in values
+    ]
+    spoiled += [row | {"responses": row["responses"][:3]}, row | {"responses": [response] * 5}]
+    for each in [*spoiled, [], 3]:
+        (out / "responses.jsonl").write_text("".join([lines[0], json.dumps(each) + "\n", *lines[2:]]))
+        assert run([*ARGUMENTS, "--out", str(out)]) == 3, each
+        assert "responses.jsonl, line 2 is damaged: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -42,10 +42,10 @@ from typing import Any, NamedTuple
 from bapo.process.limited import GRACE_SECONDS, Lost, Worker
 from bapo.process.limited_worker import describe
 from bapo.process.stops import StopAsked
-from bapo.tasks.task import LARGEST_REWARD, followed
+from bapo.tasks.task import followed
 from bapo.tasks.verify.finding import Signature, Style, arguments_of, find_function, is_async, judged, unharmed
 from bapo.tasks.verify.sandbox import Pool
-from bapo.types import Problem, ResponseText, Score
+from bapo.types import LARGEST_REWARD, Problem, ResponseText, Score
 
 DOES_NOT_APPLY = "the reward function returned None: it does not apply"
 """The failure of a response to which a function of TRL gives no reward. In a sum of several, it has no part then."""

@@ -26,8 +26,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from bapo.process.limited import CannotStart, Worker
-from bapo.tasks.task import LARGEST_REWARD, followed
-from bapo.types import Score
+from bapo.tasks.task import followed
+from bapo.types import LARGEST_REWARD, Score
 
 Item = TypeVar("Item")
 MAX_DEFAULT_WORKERS = 16

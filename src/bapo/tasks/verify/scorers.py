@@ -14,11 +14,11 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from bapo.tasks.judge import JUDGE, Judge
-from bapo.tasks.task import LARGEST_REWARD, Scorer, following, listener
+from bapo.tasks.task import Scorer, following, listener
 from bapo.tasks.verify.finding import CALLED_WITH
 from bapo.tasks.verify.functions import DOES_NOT_APPLY, FunctionReward, IsolatedReward
 from bapo.tasks.verify.sandbox import VerifierPool
-from bapo.types import Problem, Score
+from bapo.types import LARGEST_REWARD, Problem, Score
 
 MATH = "math"
 
