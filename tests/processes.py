@@ -85,7 +85,8 @@ def started_together(ranks, *arguments, log, largest_file=None):
 
 def in_ranks(work, ranks, *arguments):
     """Call `work(rank, *arguments)` in so many forks at once. An error in one of them is raised here."""
-    torch.multiprocessing.start_processes(work, arguments, nprocs=ranks, start_method="forkserver")
+    how = "spawn" if "cuda" in os.environ.get("BAPO_RANKS_ON", "") else "forkserver"  # CUDA does not survive a fork
+    torch.multiprocessing.start_processes(work, arguments, nprocs=ranks, start_method=how)
 
 
 def opens_no_pickle(monkeypatch):

@@ -1,5 +1,10 @@
-"""Learners alone and on several ranks, for the same groups: what tests of sharded learners share."""
+"""Learners alone and on several ranks, for the same groups: what tests of sharded learners share.
 
+With BAPO_RANKS_ON=cuda, all ranks share the first GPU. NCCL refuses two ranks on one device of one host, so each says
+that its host is another one; then they talk through sockets, as ranks of several machines do.
+"""
+
+import os
 from dataclasses import replace
 
 import torch
@@ -13,7 +18,7 @@ from bapo.models.layers import LoraSettings, add_lora
 from bapo.types import Group, Problem, Status, Trajectory
 from tests.tiny.models import VOCABULARY, tiny
 
-CPU = torch.device("cpu")
+CPU, DEVICE = torch.device("cpu"), torch.device(os.environ.get("BAPO_RANKS_ON", "cpu"))
 CLIP = ClipSettings(target_share=0.48, low=(0.8, 0.9), high=(1.05, 1.5))
 SETTINGS = LearnerSettings(clip=CLIP, reduction="sequence_mean", lr=1e-2, ess_reference=1.0, micro_tokens=40)
 
@@ -80,15 +85,15 @@ def overflowing(seed=5):
     return made
 
 
-def alone(case="searched"):
+def alone(case="searched", device=DEVICE):
     settings, model = CASES[case]
-    return Learner(model(), settings)
+    return Learner(model().to(device), settings)
 
 
 def sharded(ranks, case="searched"):
     settings, model = CASES[case]
     dtype = torch.bfloat16 if case in ROUNDED else torch.float32
-    return ShardedLearner(model(), settings, ranks=ranks, device=CPU, dtype=dtype)
+    return ShardedLearner(model(), settings, ranks=ranks, device=DEVICE, dtype=dtype)
 
 
 def weights(learner):
@@ -105,7 +110,10 @@ def gradients(learner):
 
 def joined(rank, size, directory, name="meeting", patience=60.0):
     torch.set_num_threads(1)
-    return join(rank, size, meeting=f"file://{directory}/{name}", device=CPU, patience=patience)
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(0)
+        os.environ |= {"NCCL_HOSTID": f"host-{rank}", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+    return join(rank, size, meeting=f"file://{directory}/{name}", device=DEVICE, patience=patience)
 
 
 __all__ = ["CASES", "ROUNDED", "alone", "gradients", "groups", "joined", "leave", "overflowing", "sharded", "weights"]

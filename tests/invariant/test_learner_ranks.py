@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from bapo.learn.supervised import measure_fit, sft_step
 from tests.processes import in_ranks
 from tests.rounding import carried, rounding
-from tests.sharded import CASES, ROUNDED, alone, gradients, groups, joined, leave, sharded, weights
+from tests.sharded import CASES, CPU, ROUNDED, alone, gradients, groups, joined, leave, sharded, weights
 
 pytestmark = pytest.mark.numeric
 
@@ -73,7 +73,7 @@ def told_alone(compute, case, *names):
         return {name: value for name, value in compute(learner).items() if name in names}
 
     draws = 8 if case in ROUNDED else 2  # in bfloat16, rounding may also decide the last step of the search for bounds
-    return compute(alone(case)), carried(told, given=lambda: alone(case), draws=draws)
+    return compute(alone(case)), carried(told, given=lambda: alone(case, CPU), draws=draws)
 
 
 def same(ours, theirs, limits):

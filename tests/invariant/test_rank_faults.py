@@ -11,7 +11,7 @@ import torch
 
 from tests.processes import in_ranks
 from tests.rounding import carried, rounding
-from tests.sharded import alone, groups, joined, leave, overflowing, sharded, weights
+from tests.sharded import CPU, alone, groups, joined, leave, overflowing, sharded, weights
 
 PATIENCE = 50.0  # seconds; a rank that waits for its end has failed the test
 
@@ -116,7 +116,7 @@ def test_ranks_refuse_an_update_together_and_say_what_one_process_says(tmp_path)
     assert expected.skipped.drifted
     words, metrics, kept = ours
     assert words == expected.drift
-    limits = carried(lambda learner: learner.step(groups()).metrics, given=lambda: alone("limited"))
+    limits = carried(lambda learner: learner.step(groups()).metrics, given=lambda: alone("limited", CPU))
     assert metrics.keys() == expected.metrics.keys()
     for name, value in expected.metrics.items():
         assert metrics[name] == pytest.approx(value, rel=rounding(4), abs=limits[name], nan_ok=True), name

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from tests.processes import in_ranks, opens_no_pickle
 from tests.rounding import carried
-from tests.sharded import alone, gradients, groups, joined, leave, sharded, weights
+from tests.sharded import CPU, alone, gradients, groups, joined, leave, sharded, weights
 
 CASES = ("bfloat16", "low rank", "brake, previous")
 BATCHES = groups(5), groups(6), groups(7)
@@ -77,7 +77,7 @@ def same(ours, theirs, limits=None):
 
 
 def alone_at(case, directory):
-    learner = alone(case)
+    learner = alone(case, CPU)
     learner.load(directory, version=2)
     return learner
 
