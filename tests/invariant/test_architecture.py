@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "buffer": {"types"},
     "core": {"types"},
     "tasks": {"types", "process"},
-    "environments": {"types", "process", "models", "tasks.verify.finding"},
+    "environments": {"types", "process", "models", "config", "tasks"},
     "rollout": {"types", "environments", "core.kernels", "core.wide", "models.bits", "models.layers"},
     "learn": {"types", "core", "models.layers"},
     "models": {"types", "demo", "process", "screen.terminal"},

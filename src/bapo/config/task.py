@@ -11,13 +11,9 @@ from bapo.config.judging import JudgeConfig
 
 CALCULATOR = "calculator"
 """The environment of the embedded task."""
-EPISODES = {
-    *("environment_options", "tool_format", "turns", "tool_seconds", "tool_memory_mb", "observation_tokens"),
-}
-"""Keys that mean nothing without an environment or tools."""
 
 
-class TaskConfig(Section):
+class ProblemConfig(Section):
     """The problems, and how responses to them are scored."""
 
     name: Literal["countdown", "data", "gym", "environment"] = "countdown"
@@ -64,16 +60,38 @@ class TaskConfig(Section):
     """gym: how many problems to train on."""
     gym_test: int = Field(512, ge=1)
     """gym: how many held-out problems."""
+    environment_train: int = Field(4096, ge=1)
+    """environment: how many episodes to train on. Each has a seed of its own, which all responses of a group share."""
+    environment_test: int = Field(128, ge=1)
+    """environment: how many held-out episodes."""
+    overlong_tokens: int = Field(0, ge=0)
+    """Responses that end within this many tokens of `rollout.max_tokens` lose reward, linearly. 0 turns the penalty
+    off. The rewards that are reported do not include it."""
+    overlong_penalty: float = Field(1.0, ge=0, le=1e6)
+    """How much reward a response of the full length loses."""
+
+    @property
+    def rewards(self) -> tuple[str, ...]:
+        """What scores responses, as a list."""
+        return (self.reward,) if isinstance(self.reward, str) else self.reward
+
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _in_commas(cls, given: Any) -> Any:
+        """Several rewards may stand in one word. One alone is no list."""
+        names = [name.strip() for name in given.split(",")] if isinstance(given, str) else given
+        return names[0] if isinstance(names, list | tuple) and len(names) == 1 else names
+
+
+class EpisodeConfig(Section):
+    """What answers the model between its turns."""
+
     environment: str | None = None
     """module:name of what answers the model's turns: a class of yours, a function that makes one, or a dict of these
     from which the column environment chooses. TRL's environment classes and text games run as they are. calculator
     answers the sums of countdown."""
     environment_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Arguments of task.environment, such as env_id = "GuessTheNumber-v0" of textarena:make."""
-    environment_train: int = Field(4096, ge=1)
-    """environment: how many episodes to train on. Each has a seed of its own, which all responses of a group share."""
-    environment_test: int = Field(128, ge=1)
-    """environment: how many held-out episodes."""
     tools: tuple[str, ...] = ()
     """Functions that the model may call, each as module:function, with type hints and a docstring that has Args. The
     methods of TRL's environment classes are tools without being named."""
@@ -88,28 +106,26 @@ class TaskConfig(Section):
     """Memory limit of an episode's process, in megabytes."""
     observation_tokens: int = Field(1024, ge=1)
     """Most tokens of what an environment says at a time. More are cut, with a mark."""
-    overlong_tokens: int = Field(0, ge=0)
-    """Responses that end within this many tokens of `rollout.max_tokens` lose reward, linearly. 0 turns the penalty
-    off. The rewards that are reported do not include it."""
-    overlong_penalty: float = Field(1.0, ge=0, le=1e6)
-    """How much reward a response of the full length loses."""
 
     @property
     def plays(self) -> bool:
         """Whether something answers the model's turns."""
         return self.environment is not None or bool(self.tools)
 
-    @property
-    def rewards(self) -> tuple[str, ...]:
-        """What scores responses, as a list."""
-        return (self.reward,) if isinstance(self.reward, str) else self.reward
+    @model_validator(mode="after")
+    def _played(self) -> Self:
+        """Refuse what means nothing without an environment or tools."""
+        own = EpisodeConfig.model_fields.keys() - {"environment", "tools"}
+        if not self.plays and (idle := own & set(self.changed())):
+            raise ValueError(
+                f"task.{min(idle)} is about environments, and there is none. Set task.environment or task.tools, or "
+                f"leave task.{min(idle)} out."
+            )
+        return self
 
-    @field_validator("reward", mode="before")
-    @classmethod
-    def _in_commas(cls, given: Any) -> Any:
-        """Several rewards may stand in one word. One alone is no list."""
-        names = [name.strip() for name in given.split(",")] if isinstance(given, str) else given
-        return names[0] if isinstance(names, list | tuple) and len(names) == 1 else names
+
+class TaskConfig(EpisodeConfig, ProblemConfig):
+    """The problems, what answers the model between its turns, and what scores responses."""
 
     @model_validator(mode="before")
     @classmethod
@@ -139,11 +155,6 @@ class TaskConfig(Section):
                     f"task.name={name!r}, or leave task.{key} out."
                     for key, name in wanted.items()
                 )
-            )
-        if (plays := EPISODES & set(self.changed())) and not self.plays:
-            raise ValueError(
-                f"task.{min(plays)} is about environments, and there is none. Set task.environment or task.tools, or "
-                f"leave task.{min(plays)} out."
             )
         if (self.environment == CALCULATOR) != (self.plays and self.name == "countdown"):
             raise ValueError(

@@ -16,6 +16,7 @@ from bapo.buffer import Buffer
 from bapo.config.errors import ConfigError
 from bapo.config.numerals import counted
 from bapo.config.run import Config, TaskConfig
+from bapo.environments.played import PlayedTask, conversations_of, rows_of
 from bapo.learn.learner import Learns
 from bapo.learn.learner_settings import wrong_values
 from bapo.learn.reference import Reference, initial
@@ -30,7 +31,6 @@ from bapo.tasks.data.problems import within, without_overlap
 from bapo.tasks.judge import Judge
 from bapo.tasks.task import ProblemStream, Task
 from bapo.tasks.verify.scorers import DataTask, Verifier, check_answers, open_scorer, overlong_penalty
-from bapo.train.episodes import PlayedTask, conversations_of
 from bapo.train.loop import Parts
 from bapo.train.machine import learner_settings, make_policy, on_the_cpu, slow_precision
 from bapo.train.torchrun import ALONE, SharedEngine, SharedTask, Team, make_learner
@@ -66,7 +66,7 @@ def build(config: Config, team: Team = ALONE, data: TaskData | None = None) -> P
         over_age=off.partial_over_age,
         versions_per_run=config.updates_per_step,
         record=ledger.record,
-        conversations=conversations_of(task, config, policy),
+        conversations=conversations_of(task, config.task, policy, config.rollout.max_tokens),
     )
     buffer = Buffer(
         batch_groups=config.learn.batch_groups,
@@ -195,7 +195,7 @@ def _from_data(config: Config, policy: Policy, data: TaskData | None) -> tuple[T
     chosen = config.task
     judge = make_judge(chosen)
     if chosen.plays:
-        return PlayedTask(config, policy, partial(_verifier, chosen, policy, judge)), []
+        return PlayedTask(chosen, policy, partial(_verifier, chosen, policy, judge), *rows_of(chosen)), []
     verifier = _verifier(chosen, policy, judge)
     data = data or load_task(chosen, whole_rows=verifier.takes_columns)
     notes, most = list(data.notes), chosen.max_prompt_tokens

@@ -18,6 +18,7 @@ import torch
 from bapo.config.errors import BapoError
 from bapo.config.numerals import counted, every
 from bapo.config.run import Config
+from bapo.environments.played import PlayedTask, rehearse
 from bapo.models import Policy, hush, outline_policy
 from bapo.models.export import check_saves
 from bapo.preflight.examine import TaskData, no_room, written_answers
@@ -36,7 +37,6 @@ from bapo.train.build import (
     unreadable,
 )
 from bapo.train.card import learning_in_words, objective_in_words, sources_in_words
-from bapo.train.episodes import PlayedTask, rehearse
 from bapo.train.machine import measured_speed, prompting, resolve, slow_precision, threads_of_actor
 from bapo.types import Problem
 

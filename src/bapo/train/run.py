@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, cast
 from bapo.config.errors import CheckpointError, VerifierFailed
 from bapo.config.numerals import counted
 from bapo.config.run import Config
+from bapo.environments.played import conversations_of
 from bapo.evaluate import evaluate
 from bapo.learn.learner import Learner, Update
 from bapo.models import prompt_text
@@ -51,7 +52,6 @@ from bapo.train import life_cycle
 from bapo.train.build import build, cluster_notes
 from bapo.train.card import eval_command, model_card, show_ending, upload
 from bapo.train.continuing import check_ledger, check_state
-from bapo.train.episodes import conversations_of
 from bapo.train.job import Job, Log, RunState, StepRecord, Summary, When, ends_run, skipped_line, stop_after
 from bapo.train.loop import Loop, load_weights
 from bapo.train.scoring import ENOUGH_GROUPS, Failing, warning
@@ -245,7 +245,7 @@ class Training(Job):
                 max_tokens=config.rollout.max_tokens,
                 seed=config.seed,
                 tell=tell,
-                conversations=conversations_of(parts.task, config, parts.policy),
+                conversations=conversations_of(parts.task, config.task, parts.policy, config.rollout.max_tokens),
             )
         if result.failures == result.problems * result.k:
             raise VerifierFailed(result.failures, result.first_failure, f"of the evaluation after step {step}")

@@ -9,10 +9,10 @@ from bapo.config.recipe import parse, read_recipe
 from bapo.config.run import Config
 from bapo.demo import model_path
 from bapo.environments.conversations import Conversations
+from bapo.environments.played import conversations_of, rehearse
 from bapo.models.loading import outline_policy
 from bapo.tasks.data.problems import load_rows
 from bapo.train.build import make_task
-from bapo.train.episodes import conversations_of, rehearse
 from tests.unit.environments import people
 
 HERE = people.__name__
@@ -33,7 +33,7 @@ def test_an_environment_that_needs_no_data_has_seeds_for_problems(policy):
     assert config.task.name == "environment"
     assert [problem.id for problem in task.train] == ["train-0", "train-1", "train-2"]
     assert [problem.id for problem in task.test] == ["test-0", "test-1"]
-    conversations = conversations_of(task, config, policy)
+    conversations = conversations_of(task, config.task, policy, config.rollout.max_tokens)
     assert isinstance(conversations, Conversations)
     assert conversations.max_turns == config.task.turns
     told = dict(rehearse(task, policy))

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from bapo.config.numerals import counted
-from bapo.config.run import Config
-from bapo.config.task import CALCULATOR
+from bapo.config.task import CALCULATOR, EpisodeConfig, TaskConfig
 from bapo.environments.calculator import Calculator
 from bapo.environments.calls import FORMATS
 from bapo.environments.conversations import Conversations
@@ -35,13 +34,16 @@ UNGRADED = "the environment gave no reward"
 class PlayedTask:
     """Problems that are answered in several turns."""
 
-    def __init__(self, config: Config, policy: Policy, verifier: Callable[[], Verifier]) -> None:
-        """`verifier`: opens what scores transcripts, if the environment does not."""
-        task = config.task
-        self.train: Sequence[Problem]
-        self.test: Sequence[Problem]
-        self.train, self.test = _rows(config)
-        rows = {str(each.extra.get("environment", "")): row_of(each) for each in reversed(self.train)}
+    def __init__(
+        self,
+        task: TaskConfig,
+        policy: Policy,
+        verifier: Callable[[], Verifier],  # opens what scores transcripts, if the environment does not
+        train: Sequence[Problem] = (),  # rows, unless the environment makes its own problems
+        test: Sequence[Problem] = (),
+    ) -> None:
+        self.train, self.test = train, test
+        rows = {str(each.extra.get("environment", "")): row_of(each) for each in reversed([*train, *test])}
         weights = task.reward_weights or (1.0,) * len(task.rewards)
         named = [(name, weight) for name, weight in zip(task.rewards, weights, strict=True) if ":" in name]
         chosen = tool_format(policy.tokenizer) if task.tool_format == "auto" else task.tool_format
@@ -63,8 +65,10 @@ class PlayedTask:
         try:
             about = self.environments.about
             if task.name == "environment":
-                self.train = _seeds(config, "train", task.environment_train, list(about))
-                self.test = _seeds(config, "test", task.environment_test, list(about))
+                self.train, self.test = (
+                    _seeds(task, part, count, list(about))
+                    for part, count in (("train", task.environment_train), ("test", task.environment_test))
+                )
             tools = {name: each["tools"] for name, each in about.items()}
             self.script = PolicyScript(policy, tools=tools, observation_tokens=task.observation_tokens)
             self.environments.shown = self.script.shown
@@ -101,12 +105,12 @@ class PlayedTask:
         return all(problem.answer is not None for problem in (*self.train, *self.test))
 
 
-def conversations_of(task: Task, config: Config, policy: Policy) -> Conversations | None:
-    """The episodes of a run or an evaluation, with the limits of its configuration; None if responses have one turn."""
+def conversations_of(task: Task, chosen: EpisodeConfig, policy: Policy, max_tokens: int) -> Conversations | None:
+    """The episodes of a run or an evaluation, within these limits; None if responses have one turn."""
     environments: Environments
     if isinstance(task, PlayedTask):
         environments, script = task.environments, task.script
-    elif config.task.environment == CALCULATOR:
+    elif chosen.environment == CALCULATOR:
         environments, script = Calculator(), PolicyScript(policy)
     else:
         return None
@@ -114,8 +118,8 @@ def conversations_of(task: Task, config: Config, policy: Policy) -> Conversation
         environments,
         script,
         ends=policy.stop_ids | _ends(policy, environments.turn_ends),
-        max_tokens=config.rollout.max_tokens,
-        max_turns=config.task.turns,
+        max_tokens=max_tokens,
+        max_turns=chosen.turns,
         max_context=getattr(policy.model.config, "max_position_embeddings", None),
     )
 
@@ -126,19 +130,18 @@ def _ends(policy: Policy, texts: tuple[str, ...]) -> set[int]:
     return {token for token in known if policy.decode([token]).endswith(texts)}
 
 
-def _rows(config: Config) -> tuple[list[Problem], list[Problem]]:
+def rows_of(task: TaskConfig) -> tuple[list[Problem], list[Problem]]:
     """The rows to train on and those held out; none where the environment makes its own problems."""
-    task = config.task
     train = load_rows(task.train, task.prompt_column, task.answer_column)
     if task.test:
         return train, load_rows(task.test, task.prompt_column, task.answer_column)
     return hold_out(train, task.holdout)
 
 
-def _seeds(config: Config, part: str, count: int, names: Sequence[str]) -> list[Problem]:
+def _seeds(task: TaskConfig, part: str, count: int, names: Sequence[str]) -> list[Problem]:
     """Problems that are no more than a name, of which an episode has its random numbers. Environments take turns."""
     chosen = [{"environment": name} if name else {} for name in names]
-    source = str(config.task.environment)
+    source = str(task.environment)
     return [Problem(f"{part}-{i}", "", None, source, chosen[i % len(chosen)]) for i in range(count)]
 
 
