@@ -94,7 +94,9 @@ def test_a_dump_costs_time_by_its_tokens_and_its_updates_never_by_their_product(
     (first, *others) = read_dump([tmp_path / "a.npz"]).updates
     assert len(others) == updates - 1
     assert first.sequence_ids.tolist() == list(range(each))
-    found = joined([pushes_by_use(*columns.values(), numbers), *([{use: Pushes(1)} for use in range(updates)])])
+    grpo = {"grpo": np.ones(count)}
+    pushes = pushes_by_use(numbers, np.zeros(count), columns["advantages"], {"grpo": grpo["grpo"] > 0}, grpo)
+    found = joined([pushes, *([{use: Pushes(1)} for use in range(updates)])])
     assert len(found) == updates
     assert found[3].negative == 1 + each
     assert time.process_time() - began < 20  # the product would take minutes

@@ -25,6 +25,7 @@ from bapo.config.errors import DumpError
 Array = npt.NDArray[Any]
 
 UNPACKED, TIMES = 1 << 28, 100  # how many bytes a compressed file may always become, and how many times its size
+NUMERIC = "biuf"  # kinds of numpy's dtypes: switches, integers, fractions
 HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 UNREADABLE = (
@@ -100,25 +101,17 @@ def read_columns(path: Path) -> dict[str, Column]:
 
 
 def _read_npz(path: Path) -> dict[str, Column]:
-    columns: dict[str, Column] = {}
-    tables = _check_sizes(path)
+    names = _numeric(path)
     with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-        for name in (name for name in arrays.files if name not in tables):
-            try:
-                columns[name] = np.asarray(arrays[name])
-            except ValueError as error:
-                if "allow_pickle" not in str(error):
-                    raise
-                # Python objects are a pickle inside the file. They are skipped like every column without numbers.
-    return columns
+        return {name: np.asarray(arrays[name]) for name in names}
 
 
-def _check_sizes(path: Path) -> set[str]:
-    """Refuse arrays that say they are larger than what is there for them, and files that unpack without measure.
+def _numeric(path: Path) -> list[str]:
+    """The arrays of numbers in a file.
 
-    Returns the names of tables, whose size is not known and which have no column of numbers.
+    Refuses arrays that say they are larger than what is there for them, and files that unpack without measure.
     """
-    tables: set[str] = set()
+    names = []
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
         unpacked, most = sum(member.file_size for member in members), max(UNPACKED, TIMES * path.stat().st_size)
@@ -133,16 +126,18 @@ def _check_sizes(path: Path) -> set[str]:
                     version = npy.read_magic(file)
                 except ValueError:
                     continue  # not an array
-                if version not in HEADERS:  # names in Unicode
-                    tables.add(member.filename.removesuffix(".npy"))
+                if version not in HEADERS:  # a table, with names in Unicode
                     continue
                 shape, _, dtype = HEADERS[version](file)
                 present = member.file_size - file.tell()
+            if dtype.kind not in NUMERIC:  # text, or Python objects, which are a pickle inside the file
+                continue
             needed = math.prod(shape) * dtype.itemsize
-            if not dtype.hasobject and needed > present:
+            if needed > present:
                 says = f"{member.filename} says that it holds {needed:,} bytes of numbers"
                 raise ValueError(f"{says}, but has {present:,}")
-    return tables
+            names.append(member.filename.removesuffix(".npy"))
+    return names
 
 
 def _read_safetensors(path: Path) -> dict[str, Column]:

@@ -16,7 +16,6 @@ compare the two. Nothing here judges the values.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -45,6 +44,8 @@ NAMES: dict[str, dict[str, str]] = {
     "update": {"update": "bapo", "step": "bapo", "global_step": "TRL", "global_steps": "verl"},
 }
 """Role of an array -> the column names it goes by, in order of preference, and whose name each is."""
+COUNTS = ("staleness", "versions", "version", "uses", "update")
+"""The roles of columns that count."""
 MOST_UPDATES = 10_000
 """How many updates one file may hold, and how many different uses."""
 
@@ -54,7 +55,7 @@ class LoggedUpdate:
     """The tokens that one update trained on, laid end to end."""
 
     name: str
-    """The number of the update if the dump has it, otherwise the file's path below all files' common directory."""
+    """The number of the update if the dump has it, otherwise the file's path below the directory of all files."""
     logprobs: Array
     """[tokens] under the learner."""
     behavior_logprobs: Array
@@ -112,17 +113,18 @@ def read_dump(paths: Sequence[Path], mapping: Mapping[str, str] | None = None) -
     unknown = sorted(set(mapping or {}) - set(NAMES))
     if unknown:
         raise DumpError(f"--map {unknown[0]}=…: {unknown[0]} cannot be mapped. Choose one of {', '.join(NAMES)}.")
-    parts: dict[float, list[LoggedUpdate]] = {}
+    parts: dict[int, list[LoggedUpdate]] = {}
     unnumbered: list[LoggedUpdate] = []
     columns: dict[str, str] = {}
     notes: list[str] = []
     files = find_files(paths)
-    for path, name in zip(files, _names(files), strict=True):
+    common = os.path.commonpath([os.path.abspath(file.parent) for file in files])
+    for path in files:
         table = read_columns(path)
         chosen = _choose(path, table, mapping or {}, notes)
-        _check_numbers(path, table, chosen)
         columns |= {role: column for role, column in chosen.items() if role not in columns}
-        for number, update in _updates(path, name, {role: table[column] for role, column in chosen.items()}, notes):
+        named = {role: table[column] for role, column in chosen.items()}
+        for number, update in _updates(path, os.path.relpath(path, common), named, notes):
             (unnumbered if number is None else parts.setdefault(number, [])).append(update)
     updates = [_merge(parts[number]) for number in sorted(parts)] + unnumbered
     if not any(len(update.logprobs) for update in updates):
@@ -131,16 +133,6 @@ def read_dump(paths: Sequence[Path], mapping: Mapping[str, str] | None = None) -
             "code that writes it: 1 must mark the tokens that were trained on."
         )
     return Dump(updates, columns, list(dict.fromkeys(notes)))
-
-
-def _names(files: Sequence[Path]) -> list[str]:
-    """Names that tell the files apart: paths below their common directory, with the ending only if needed."""
-    whole = [Path(os.path.abspath(file)) for file in files]
-    common = os.path.commonpath([file.parent for file in whole])
-    below = [file.relative_to(common) for file in whole]
-    short = [file.with_suffix("").as_posix() for file in below]
-    taken = Counter(short)
-    return [name if taken[name] == 1 else file.as_posix() for name, file in zip(short, below, strict=True)]
 
 
 def _choose(path: Path, table: Mapping[str, Column], mapping: Mapping[str, str], notes: list[str]) -> dict[str, str]:
@@ -174,19 +166,6 @@ def _choose(path: Path, table: Mapping[str, Column], mapping: Mapping[str, str],
                 f"one of these is it, say so with --map {role}=COLUMN."
             )
     return chosen
-
-
-def _check_numbers(path: Path, table: Mapping[str, Column], chosen: Mapping[str, str]) -> None:
-    """Raise if a column that is used holds anything other than real numbers."""
-    for role, name in chosen.items():
-        column = table[name]
-        kind = column.values.dtype if isinstance(column, Ragged) else column.dtype
-        if kind.kind not in "biuf":
-            holds = {"U": "text", "S": "text", "c": "complex numbers"}.get(kind.kind, "no numbers")
-            raise DumpError(
-                f"{path}: column {name!r}, read as {role}, holds {holds} (dtype {kind}). Convert it where it is "
-                f"written, or name another column with --map {role}=COLUMN."
-            )
 
 
 def _listed(table: Mapping[str, Column]) -> str:
@@ -254,13 +233,14 @@ def _layout(path: Path, columns: Mapping[str, Column]) -> _Layout:
 
 def _updates(
     path: Path, file_name: str, columns: Mapping[str, Column], notes: list[str]
-) -> list[tuple[float | None, LoggedUpdate]]:
+) -> list[tuple[int | None, LoggedUpdate]]:
     """The updates in one file, each with its number if it has one."""
     layout = _layout(path, columns)
     rows, rewards = layout.rows, columns.get("rewards")
     tokens = {role: layout.spread(role, column) for role, column in columns.items() if role != "sequence_ids"}
     mask = _mask(layout, tokens)
-    numbers = _counts(path, tokens, mask, notes)
+    counts = {role: _whole(path, role, tokens[role], mask) for role in COUNTS if role in tokens}
+    numbers = _ages(counts, mask, notes) | ({"uses": counts["uses"]} if "uses" in counts else {})
     for role in {"logprobs", "behavior_logprobs", "advantages", "anchor", "entropy", "log_kept"} & tokens.keys():
         wide = tokens[role].dtype in (np.float32, np.float64)
         numbers[role] = tokens[role] if wide else tokens[role].astype(np.float32)
@@ -284,21 +264,12 @@ def _updates(
         return LoggedUpdate(name, **kept, sequence_ids=ids, rewards=per_row)
 
     places = np.flatnonzero(mask)
-    if "update" not in tokens:
+    if (of_token := counts.get("update")) is None:
         return [(None, build(file_name, places))]
-    values = tokens["update"]
-    _check_counts(path, "update", values, ~np.isfinite(values), mask)
-    found = np.unique(values[np.isfinite(values)]).tolist()
-    if len(found) > MOST_UPDATES:
-        raise DumpError(
-            f"{path}: update has {len(found):,} different values, but a file can hold {MOST_UPDATES:,} updates. Leave "
-            "the column out if it does not count updates, or write several files."
-        )
-    exact = [int(value) if value == int(value) else value for value in found]
-    places = places[np.argsort(values[places], kind="stable")]  # each update once, not all tokens for each of them
-    ends = np.searchsorted(values[places], found, side="right")
-    parts = np.split(places, ends[:-1])
-    return [(value, build(str(value), part)) for value, part in zip(exact, parts, strict=True)]
+    found = np.unique(of_token[places] if len(places) else of_token)
+    places = places[np.argsort(of_token[places], kind="stable")]  # each update once, not all tokens for each of them
+    parts = np.split(places, np.searchsorted(of_token[places], found[1:]))
+    return [(number, build(str(number), part)) for number, part in zip(found.tolist(), parts, strict=True)]
 
 
 def _mask(layout: _Layout, tokens: Mapping[str, Array]) -> Array:
@@ -317,44 +288,38 @@ def _mask(layout: _Layout, tokens: Mapping[str, Array]) -> Array:
     return np.asarray(mask != 0)
 
 
-def _counts(path: Path, tokens: Mapping[str, Array], mask: Array, notes: list[str]) -> dict[str, Array]:
-    """[tokens] staleness and uses as integers, 0 where the mask is 0, and which tokens are fresh; as far as known."""
-    wide, found = {}, {}
-    for role in ("staleness", "versions", "version"):
-        if role in tokens:
-            _check_counts(path, role, tokens[role], ~np.isfinite(tokens[role]), mask)
-            wide[role] = np.where(mask, tokens[role], 0).astype(np.int64)
-    if "staleness" in wide:
-        found["staleness"] = wide["staleness"]
-    elif "versions" in wide and "version" in wide:
-        found["staleness"] = wide["version"] - wide["versions"]
-    elif "versions" in wide:
+def _whole(path: Path, role: str, values: Array, mask: Array) -> Array:
+    """[tokens] a column that counts, as integers. It may hold anything where the mask is 0."""
+    good = np.isfinite(values) & (values == np.floor(values)) & ((values >= 0) | (role != "uses"))
+    if (bad := mask & ~good).any():
+        counts = "how often a token was trained on before" if role == "uses" else "updates"
+        raise DumpError(
+            f"{path}: {role} is {values[bad][0]} in {int(bad.sum())} of {int(mask.sum())} tokens under the mask, but "
+            f"it counts {counts}. Write a whole number for each, or leave the column out."
+        )
+    whole = np.where(good, values, 0).astype(np.int64)
+    if role in ("update", "uses") and (kinds := len(np.unique(whole))) > MOST_UPDATES:
+        raise DumpError(
+            f"{path}: {role} has {kinds:,} different values, but a file can hold {MOST_UPDATES:,} updates. Leave the "
+            "column out if it does not count them, or write several files."
+        )
+    return whole
+
+
+def _ages(counts: Mapping[str, Array], mask: Array, notes: list[str]) -> dict[str, Array]:
+    """[tokens] staleness, and which tokens are fresh; as far as they are known."""
+    if "staleness" in counts:
+        age = counts["staleness"]
+    elif "versions" in counts and "version" in counts:
+        age = counts["version"] - counts["versions"]
+    elif "versions" in counts:
         notes.append(
             "the learner's own version is missing: staleness is counted from the newest token, so it is a lower bound"
         )
-        found["staleness"] = np.where(mask, wide["versions"].max(initial=0) - wide["versions"], 0)
-    if "staleness" in found and ("staleness" in wide or "version" in wide):
-        found["fresh"] = found["staleness"] == 0
-    if "uses" in tokens:
-        uses = np.where(mask, tokens["uses"], 0)
-        _check_counts(path, "uses", uses, ~(np.isfinite(uses) & (uses >= 0) & (uses == np.floor(uses))), mask)
-        found["uses"] = uses.astype(np.int64)
-        if (kinds := len(np.unique(uses))) > MOST_UPDATES:
-            raise DumpError(
-                f"{path}: uses has {kinds:,} different values, but no token is trained on in more than "
-                f"{MOST_UPDATES:,} updates. Leave the column out if it does not count them."
-            )
-    return found
-
-
-def _check_counts(path: Path, role: str, values: Array, bad: Array, mask: Array) -> None:
-    """Raise if there are bad values in a column that counts."""
-    if (bad & mask).any():
-        counts = "how often a token was trained on before" if role == "uses" else "updates"
-        raise DumpError(
-            f"{path}: {role} is {values[bad & mask][0]} in {int((bad & mask).sum())} of {int(mask.sum())} tokens under "
-            f"the mask, but it counts {counts}. Write a whole number for each, or leave the column out."
-        )
+        return {"staleness": counts["versions"].max(initial=0, where=mask) - counts["versions"]}
+    else:
+        return {}
+    return {"staleness": age, "fresh": age == 0}
 
 
 def _merge(parts: list[LoggedUpdate]) -> LoggedUpdate:

@@ -32,13 +32,14 @@ from bapo.core.settings import PRESETS, ClipSettings
 from bapo.core.tokens import Tokens, retained_by
 from bapo.diagnose.dump_files import Array
 from bapo.diagnose.dumps import LoggedUpdate
-from bapo.diagnose.uses import HIGH, LOW, Pushes, joined, pushes_by_use
+from bapo.diagnose.uses import RULES, Pushes, joined, pushes_by_use
 
 SETTINGS: dict[str, ClipSettings] = {
     "bapo": ClipSettings(),
     **{f"bapo {name}": ClipSettings.preset(name) for name in PRESETS},  # type: ignore[arg-type]
 }
 """BAPO's settings that are tried: the default of this library (gradient measure) and each published preset."""
+LOW, HIGH = 0.8, 1.2
 FIXED = {"unclipped": (-1.0, math.inf), "(0.8, 1.2)": (LOW, HIGH), "(0.8, 1.28)": (0.8, 1.28)}
 """Fixed clips at which the positive share is given."""
 
@@ -80,6 +81,13 @@ class Fate:
         """Share of the tokens blocked: of all signed ones, of positive ones, of negative ones."""
         pairs = ((getattr(self.blocked, key), getattr(self.tokens, key)) for key in ("whole", "positive", "negative"))
         return tuple(blocked / tokens if tokens else 0.0 for blocked, tokens in pairs)  # type: ignore[return-value]
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """All of it under names."""
+        clipped = zip(("clip_fraction", "clip_fraction_positive", "clip_fraction_negative"), self.clipped, strict=True)
+        blocked = {"blocked_positive": self.blocked.positive, "blocked_negative": self.blocked.negative}
+        return {**dict(clipped), **blocked, "share": self.gradient.share}
 
 
 @dataclass(frozen=True)
@@ -146,10 +154,8 @@ class Numbers:
     staleness: Counter[int] | None
     """updates between sampling and use -> tokens."""
     pushes: dict[int, Pushes]
-    """how often tokens were trained on before, or UNKNOWN -> how many negative ones are pushed down further,
-    and what push once keeps."""
-    braked: dict[int, Pushes]
-    """The same with what the brake keeps."""
+    """how often tokens were trained on before, or UNKNOWN -> how many negative ones are pushed down further, and how
+    many brake and push once keep."""
     brakes: list[Brake]
     """One entry per update with used negative tokens."""
     pooled: Pooled = field(repr=False)
@@ -216,7 +222,6 @@ def measure(update: LoggedUpdate) -> Numbers | None:
         log_kept=None if update.log_kept is None else _tensor(update.log_kept[good]),
     )
     entropy = None if update.entropy is None else _tensor(update.entropy[good]).to(tokens.logprobs.dtype)
-    fates, bounds, quadrants, brakes = _outcomes(tokens, entropy)
     rewards = None if update.rewards is None or present is None else update.rewards[present]
     drift = np.empty(0)
     if update.anchor is not None:
@@ -224,8 +229,6 @@ def measure(update: LoggedUpdate) -> Numbers | None:
     pooled = _pool(tokens, rewards, drift[np.isfinite(drift)])
     signal = tokens.advantages * tokens.within  # a token past the limit of log-ratios does not count
     unclipped = FIXED["unclipped"]
-    uses = None if update.uses is None else update.uses[good]
-    of_tokens = update.logprobs[good], update.behavior_logprobs[good], update.advantages[good], uses
     return Numbers(
         name=update.name,
         updates=1,
@@ -237,14 +240,9 @@ def measure(update: LoggedUpdate) -> Numbers | None:
         },
         share_error=_share_error(pooled.parts),
         sequence_mean=None if ids is None else _signal(tokens.ratio, signal * (1 / tokens.lengths), *unclipped),
-        fates=fates,
-        bounds=bounds,
-        quadrants=quadrants,
+        **_outcomes(tokens, entropy, None if update.uses is None else update.uses[good]),
         entropy=None if entropy is None else float(entropy.double().mean()),
         staleness=None if update.staleness is None else Counter(np.sort(update.staleness[good]).tolist()),
-        pushes=pushes_by_use(*of_tokens),
-        braked=pushes_by_use(*of_tokens, brakes[0].used_low if brakes else LOW),
-        brakes=brakes,
         pooled=pooled,
     )
 
@@ -263,24 +261,22 @@ def total(parts: Sequence[Numbers]) -> Numbers:
         quadrants=_mean_quadrants(with_entropy) if with_entropy else None,
         entropy=_weighted([(p.entropy or 0.0, p.tokens) for p in with_entropy]) if with_entropy else None,
         pushes=joined([p.pushes for p in parts]),
-        braked=joined([p.braked for p in parts]),
         pooled=Pooled(*(np.concatenate([getattr(p.pooled, one.name) for p in parts]) for one in fields(Pooled))),
     )
 
 
-def _outcomes(
-    tokens: Tokens, entropy: Tensor | None
-) -> tuple[dict[str, Fate], dict[str, list[Bounds]], dict[str, dict[str, float]] | None, list[Brake]]:
-    """What every objective, and BAPO under each of SETTINGS, does to the tokens."""
+def _outcomes(tokens: Tokens, entropy: Tensor | None, uses: Array | None) -> dict[str, Any]:
+    """What every objective, and BAPO under each of SETTINGS, does to the tokens: the fields of `Numbers` about that."""
     fates: dict[str, Fate] = {}
     bounds: dict[str, list[Bounds]] = {}
     quadrants: dict[str, dict[str, float]] = {}
     brakes: list[Brake] = []
+    retained, gradients = dict[str, Array](), dict[str, Array]()
     for name, objective, settings in _tried(tokens):
         logprobs = tokens.logprobs.detach().requires_grad_()
-        uses = tokens.uses if OBJECTIVES[objective].needs_uses else None
+        used = tokens.uses if OBJECTIVES[objective].needs_uses else None
         inputs, ids = (logprobs, tokens.behavior_logprobs, tokens.advantages, tokens.mask), tokens.sequence_ids
-        loss_of = partial(policy_loss, sequence_ids=ids, uses=uses, log_kept=tokens.log_kept, denominator=1.0)
+        loss_of = partial(policy_loss, sequence_ids=ids, uses=used, log_kept=tokens.log_kept, denominator=1.0)
         out = loss_of(*inputs, objective=objective, settings=settings)
         out.loss.backward()  # type: ignore[no-untyped-call]
         assert logprobs.grad is not None
@@ -290,16 +286,25 @@ def _outcomes(
             blocked=_by_sign(count * ~out.retained, tokens.advantages),
             gradient=_by_sign(logprobs.grad.abs(), tokens.advantages),
         )
+        if name in ("grpo", *RULES):
+            retained[name], gradients[name] = out.retained.numpy(), logprobs.grad.abs().numpy()
         if settings is not None and out.bounds is not None:
             keys = ("low", "high", "share", "share_at_start", "share_at_end", "stop")
             low, high, share, start, end, stop = (float(getattr(out.bounds, key)) for key in keys)
             bounds[name] = [Bounds(low, high, share, start, end, StopReason(int(stop)).name)]
-        if name == "brake" and uses is not None and (tokens.negative & tokens.within & uses.bool()).any():
+        if name == "brake" and used is not None and (tokens.negative & tokens.within & used.bool()).any():
             brakes = [Brake(*(float(getattr(out.bounds, key)) for key in ("drift", "used_low")))]
         if entropy is not None and (settings is not None or name in ("grpo", "clip_higher")):
             masses = quadrant_masses(tokens, entropy, out.retained)
             quadrants[name] = {key: float(value) for key, value in masses.items()}
-    return fates, bounds, quadrants or None, brakes
+    signed = tokens.log_ratio.numpy(), tokens.advantages.numpy()
+    return {
+        "fates": fates,
+        "bounds": bounds,
+        "quadrants": quadrants or None,
+        "brakes": brakes,
+        "pushes": pushes_by_use(uses, *signed, retained, gradients),
+    }
 
 
 def _tried(tokens: Tokens) -> Iterator[tuple[str, str, ClipSettings | None]]:

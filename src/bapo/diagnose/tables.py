@@ -1,4 +1,4 @@
-"""The tables of a diagnosis as plain cells, and the diagnosis as text: on a terminal, in a file or in a pipe.
+"""The tables of a diagnosis as plain cells, and the diagnosis as text.
 
 A `Part` is a title, a sentence that says how to read it, headings and rows. The tables decide which numbers are shown
 and with how many digits, in the text and on the page (diagnosis_page.py).
@@ -6,28 +6,19 @@ and with how many digits, in the text and on the page (diagnosis_page.py).
 
 from __future__ import annotations
 
-import io
 import math
-import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TextIO
-
-from rich import box
-from rich.console import Console
-from rich.padding import Padding
-from rich.table import Column, Table
-from rich.text import Text
+from textwrap import TextWrapper
 
 from bapo.config.numerals import counted
 from bapo.core.entropy_rule import QUADRANTS
-from bapo.core.settings import OBJECTIVE_OPTIONS
 from bapo.diagnose.diagnosis import Diagnosis, braking
 from bapo.diagnose.measure import SETTINGS, Numbers
 from bapo.diagnose.problems import Finding
-from bapo.diagnose.uses import UNKNOWN, Pushes, later, of_uses
-from bapo.screen.terminal import make_console, write_drawn
+from bapo.diagnose.uses import RULES, UNKNOWN, later, of_uses
+from bapo.screen.terminal import aligned, say
 
 EFFECT = {
     "high_prob_high_adv": "probable, high A: lowers entropy",
@@ -35,7 +26,7 @@ EFFECT = {
     "low_prob_high_adv": "improbable, high A: raises entropy",
     "low_prob_low_adv": "improbable, low A: lowers entropy",
 }
-PLAIN_WIDTH = 120  # width in characters if the text goes to no terminal
+WIDTH = 110  # characters in a line
 STOPS = {
     "START": "at start",
     "RAISING_HIGH": "raising high",
@@ -61,8 +52,17 @@ def parts(diagnosis: Diagnosis) -> list[Part]:
     overall = diagnosis.overall
     if overall is None:
         return []
-    pushed = [uses] if of_uses(overall.pushes).negative else []
-    tables = [shares, objectives, bounds, *pushed, rules_of_used, quadrants, distance, lengths, staleness, engine]
+    tables: list[Callable[[Numbers], Part | None]] = [
+        shares,
+        objectives,
+        bounds,
+        uses,
+        quadrants,
+        distance,
+        lengths,
+        staleness,
+        engine,
+    ]
     found = [*(table(overall) for table in tables), by_update(diagnosis.updates)]
     return [part for part in found if part is not None]
 
@@ -130,63 +130,37 @@ def bounds(numbers: Numbers) -> Part:
     )
 
 
-def uses(numbers: Numbers, most: int = 8) -> Part:
+def uses(numbers: Numbers, most: int = 8) -> Part | None:
     """Negative tokens that are pushed below the probability they were sampled with, by use."""
     pushes, whole = numbers.pushes, of_uses(numbers.pushes)
-    reading = (
-        "log r: its mean over negative tokens; r < 1: those that are less likely than when they were sampled (about "
-        "half, if only noise moves them); pushed: those of them that (0.8, 1.2) lets pass, so that the update pushes "
-        "them down further; of gradient: their part of the negative gradient r|A| that passes."
-    )
-    headings = ["use", "tokens -", "log r", "r < 1", "pushed", "of gradient"]
+    if not whole.negative:
+        return None
     known = {use: part for use, part in pushes.items() if use != UNKNOWN}
-    if not known:
-        return Part("Negative tokens", reading, headings, [_pushed("not known", whole)])
     chosen = {str(use + 1): part for use, part in list(known.items())[:most]}
     if sum(use > 0 for use in known) > 1:
         chosen["2 or more"] = later(pushes)
-    shared = UNKNOWN not in pushes  # otherwise short responses are missing from each use, and their sign is not random
-    rows = [_pushed(label, part) + _kept(part, shared) for label, part in chosen.items()]
-    rows += [] if shared else [_pushed("not known", pushes[UNKNOWN]) + [""] * 4]
-    rows += [_pushed("all", whole) + _kept(whole)] if len(pushes) > 1 else []
-    return Part(
-        "Negative tokens by use",
-        f"Use 1 is the first time that a token is trained on. {reading} Push once (used_low = 1) keeps so many "
-        "negative tokens and so much of that gradient. The last two columns are the positive share of the gradient at "
-        "(0.8, 1.2) and with push once.",
-        [*headings, "kept", "of gradient", "share", "push once"],
-        rows,
+    chosen |= {"not known": pushes[UNKNOWN]} if UNKNOWN in pushes else {}
+    chosen |= {"all": whole} if len(pushes) > 1 else {}
+    reading = (
+        "Use 1 is the first time that a token is trained on. log r: its mean over negative tokens; r < 1: those that "
+        "are less likely than when they were sampled (about half, if only noise moves them); pushed: those of them "
+        "that (0.8, 1.2) lets pass, so that the update pushes them down further. of gradient: the part of the negative "
+        "gradient r|A| that (0.8, 1.2) lets pass."
     )
-
-
-def _pushed(label: str, part: Pushes) -> list[str]:
-    moved = f"{part.shares['log_ratio']:+.3f}" if part.negative else ""
-    shares = (part.shares[name] for name in ("below", "pushed", "pushed_of_gradient"))
-    return [label, str(part.negative), moved, *map(_percent, shares)]
-
-
-def _kept(part: Pushes, shared: bool = True) -> list[str]:
-    shares = [_share(part.shares[name]) if shared else "" for name in ("share", "share_kept")]
-    return [_percent(part.shares["kept"]), _percent(part.shares["kept_of_gradient"]), *shares]
-
-
-def rules_of_used(numbers: Numbers) -> Part | None:
-    """What the brake leaves of negative tokens in later uses, between the fixed clip and push once."""
-    if not numbers.brakes:
-        return None
-    (drift, low), rows = braking(numbers), []
-    for rule, bound, pushes in (("brake", low, numbers.braked), ("push once", "1.00", numbers.pushes)):
-        kept = (_percent(later(pushes).shares[name]) for name in ("kept", "kept_of_gradient"))
-        rows.append([rule, bound, *kept, _share(of_uses(pushes).shares["share_kept"])])
-    return Part(
-        "Negative tokens in later uses",
-        f"The drift d of an update is how far they have fallen, their mean of -log r: {drift}. The brake gives them "
-        f"the lower bound used_low = 0.8 + 0.2 clip(d / {OBJECTIVE_OPTIONS['brake']['delta']}, 0, 1), push once 1. "
-        "Both are shown as the mean over updates, and the range. kept: their tokens that pass; of gradient: how much "
-        "passes of what (0.8, 1.2) lets pass; share: the positive share of the gradient of all tokens.",
-        ["rule", "used_low", "kept", "of gradient", "share"],
-        rows,
-    )
+    headings = ["use", "tokens -", "log r", "r < 1", "pushed", "of gradient"]
+    columns = ["below", "pushed", "pushed_of_gradient"]
+    if known:
+        reading += " brake, push once: so many of the negative tokens, and so much of that gradient, they keep."
+        headings += ["brake", "of gradient", "push once", "of gradient"]
+        columns += [name for rule in RULES for name in (rule, f"{rule}_of_gradient")]
+    if numbers.brakes:
+        drift, low = braking(numbers)
+        reading += f" The brake's drift, the mean of -log r of used tokens, is {drift}, and its used_low {low}."
+    rows = []
+    for label, part in chosen.items():
+        moved = f"{part.shares['log_ratio']:+.3f}" if part.negative else ""
+        rows.append([label, f"{part.negative:.0f}", moved, *(_percent(part.shares[name]) for name in columns)])
+    return Part("Negative tokens by use", reading, headings, rows)
 
 
 def quadrants(numbers: Numbers) -> Part | None:
@@ -322,54 +296,28 @@ def _range(ordered: list[float]) -> str:
     return middle if ordered[0] == ordered[-1] else f"{middle} ({ordered[0]:.2f}-{ordered[-1]:.2f})"
 
 
-def print_diagnosis(diagnosis: Diagnosis, stream: TextIO | None = None) -> None:
+def print_diagnosis(diagnosis: Diagnosis) -> None:
     """Print the headline and advice first, then findings, numbers, and what the dump cannot tell."""
-    stream = stream or sys.stdout
-    plain = not stream.isatty()
-    # Drawn into memory first, so that a letter that the stream cannot encode becomes a question mark and not an error.
-    page = io.StringIO()
-    console = make_console(page, colours=not plain, width=PLAIN_WIDTH if plain else None)
-    console.print(Text(diagnosis.headline.text, "bold red" if diagnosis.headline.tone == "wrong" else "bold"))
-    console.print()
-    console.print(Text(read_as(diagnosis), "dim"))
-    _items(console, (Text(note, "dim") for note in diagnosis.dump.notes))
-
-    _heading(console, "Recommendation")
-    _items(console, map(Text, diagnosis.advice))
-    _heading(console, "Problems" if diagnosis.findings else "Problems: none found")
     total = len(diagnosis.dump.updates)
-    named = ((Text(one.name, "bold red" if one.serious else "bold yellow"), one) for one in diagnosis.findings)
-    _items(console, (Text.assemble(name, f"  {sentence(finding, total)}") for name, finding in named))
+    kinds = {True: "serious: ", False: ""}
+    found = [f"{kinds[one.serious]}{one.name}. {sentence(one, total)}" for one in diagnosis.findings]
+    lines = [*_wrapped(diagnosis.headline.text), "", *_wrapped(read_as(diagnosis)), *_items(diagnosis.dump.notes)]
+    lines += ["", "Recommendation", *_items(diagnosis.advice)]
+    lines += ["", "Problems" if found else "Problems: none found", *_items(found)]
     for part in parts(diagnosis):
-        _heading(console, part.title)
-        console.print(Padding(Text(part.reading, "dim"), (0, 0, 0, 2)))
-        console.print(_table(part, plain))
+        table = aligned([part.headings, *part.rows] if any(part.headings) else part.rows)
+        lines += ["", part.title, *_wrapped(part.reading, "  "), *(f"  {line}" for line in table)]
     if diagnosis.unknown:
-        _heading(console, "What this dump cannot tell")
-    _items(console, map(Text, diagnosis.unknown))
-    write_drawn(stream, "\n".join(line.rstrip() for line in page.getvalue().splitlines()))
+        lines += ["", "What this dump cannot tell", *_items(diagnosis.unknown)]
+    say("\n".join(lines))
 
 
-def _heading(console: Console, title: str) -> None:
-    console.print()
-    console.print(Text(title, "bold cyan"))
+def _items(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        yield from _wrapped(text, "  - ")
 
 
-def _items(console: Console, lines: Iterable[Text]) -> None:
-    for line in lines:
-        grid = Table.grid(Column(width=3, justify="right"), Column(), padding=(0, 1))
-        grid.add_row("-", line)
-        console.print(grid)
-
-
-def _table(part: Part, plain: bool) -> Table:
-    frame, style = (None, "") if plain else (box.ROUNDED, "bold")
-    table = Table(box=frame, show_header=any(part.headings), border_style="dim", header_style=style)
-    for index, heading in enumerate(part.headings):
-        numeric = index > 0 and all(
-            row[index].lstrip("+-")[:1].isdigit() or row[index] in ("", "none left", "no signal") for row in part.rows
-        )
-        table.add_column(Text(heading), justify="right" if numeric else "left", overflow="fold")
-    for row in part.rows:
-        table.add_row(*map(Text, row))
-    return table
+def _wrapped(text: str, first: str = "") -> list[str]:
+    """The lines of a paragraph."""
+    wrapper = TextWrapper(WIDTH, first, " " * len(first), break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(text)

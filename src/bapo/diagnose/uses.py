@@ -16,9 +16,9 @@ A negative token with r < 1 is already less likely than when it was sampled. If 
 it down further. A fixed clip stops that at its lower bound only, whether the token is used for the first or for the
 eighth time. Two rules give tokens that were trained on before a lower bound of their own. That of push once is 1: of
 the negative ones, only those that have become more likely keep their gradient. The brake raises it towards 1 as far as
-they have fallen in this update (core/brake.py). `Pushes` counts what a rule does in float64 beside the fixed clip
-(0.8, 1.2) that most trainers start from, because a dump does not say which clip was in use. If only noise moves the
-learner, about half of the ratios lie below 1, so that half by itself shows no push.
+they have fallen in this update (core/brake.py). `Pushes` counts what the rules do beside the fixed clip (0.8, 1.2) that
+most trainers start from, because a dump does not say which clip was in use. If only noise moves the learner, about half
+of the ratios lie below 1, so that half by itself shows no push.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from bapo.core.checks import MAX_LOG_RATIO
 from bapo.diagnose.dump_files import Array
 from bapo.diagnose.dumps import NAMES, Dump, LoggedUpdate
 
@@ -43,8 +42,8 @@ SURPRISE = 14.0
 """Least surprise of a response in nats: another sample is the same with a probability of at most one in a million."""
 VALUES = 8  # least number of different log-probs in it, so that coarse ones do not make different responses look alike
 MOST_TOKENS = 0.5  # uses are inferred only if at least this share of all tokens is in responses that can be recognised
-LOW, HIGH = 0.8, 1.2  # the fixed clip
-USED_LOW = 1.0  # push once: the lower bound of tokens that were trained on before
+RULES = ("brake", "push_once")
+"""The objectives that treat tokens differently which were trained on before."""
 
 Source = Literal["logged", "inferred", "unknown"]
 
@@ -157,71 +156,59 @@ def _inferred(updates: Sequence[LoggedUpdate], seen: Seen) -> str:
 
 @dataclass(frozen=True)
 class Pushes:
-    """What (LOW, HIGH) does to some tokens, and a rule that gives used ones a lower bound of their own. Adds up."""
+    """What becomes of some negative tokens at (0.8, 1.2), and what brake and push once keep of them. Adds up."""
 
-    negative: int = 0  # negative tokens, A < 0
-    below: int = 0  # those that are less likely than when they were sampled, r < 1
-    pushed: int = 0  # those among them that (LOW, HIGH) lets pass: the update pushes them further down
-    kept: int = 0  # negative tokens that the rule lets pass
-    log_ratio: float = 0.0  # sum of log r over the negative tokens
-    gradient: float = 0.0  # sum of r|A| over the negative tokens that (LOW, HIGH) lets pass
+    negative: float = 0.0  # negative tokens, A < 0
+    log_ratio: float = 0.0  # sum of log r over them
+    below: float = 0.0  # those that are less likely than when they were sampled, r < 1
+    pushed: float = 0.0  # those among them that (0.8, 1.2) lets pass: the update pushes them further down
+    brake: float = 0.0  # negative tokens that the brake lets pass
+    push_once: float = 0.0  # those that push once lets pass
+    gradient: float = 0.0  # sum of r|A| over what (0.8, 1.2) lets pass
     pushed_gradient: float = 0.0  # the same over those that are pushed further down
-    kept_gradient: float = 0.0  # the same over those that the rule lets pass
-    positive_gradient: float = 0.0  # sum of rA over the positive tokens that (LOW, HIGH) lets pass, as does the rule
+    brake_gradient: float = 0.0
+    push_once_gradient: float = 0.0
 
     def __add__(self, other: Pushes) -> Pushes:
         return Pushes(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(Pushes)))
 
     @cached_property
     def shares(self) -> dict[str, float]:
-        """The sums as shares of the negative tokens, or of the negative gradient that (LOW, HIGH) lets pass.
+        """The sums as shares of the negative tokens, and of their gradient at (0.8, 1.2); NaN where uses are unknown.
 
-        log_ratio: how far negative tokens have moved since they were sampled, in nats; below 0 if they are less likely.
-        share, share_kept: the positive share of the gradient at (LOW, HIGH) and with the rule.
+        log_ratio: how far they have moved since they were sampled, in nats; below 0 if they are less likely.
         """
-        parts = {
-            **{name: (getattr(self, name), self.negative) for name in ("log_ratio", "below", "pushed", "kept")},
-            "pushed_of_gradient": (self.pushed_gradient, self.gradient),
-            "kept_of_gradient": (self.kept_gradient, self.gradient),
-            "share": (self.positive_gradient, self.positive_gradient + self.gradient),
-            "share_kept": (self.positive_gradient, self.positive_gradient + self.kept_gradient),
-        }
+        counts = {name: (getattr(self, name), self.negative) for name in ("log_ratio", "below", "pushed", *RULES)}
+        masses = {f"{name}_of_gradient": getattr(self, f"{name}_gradient") for name in ("pushed", *RULES)}
+        parts = counts | {name: (mass, self.gradient) for name, mass in masses.items()}
         return {name: part / whole if whole > 0 else math.nan for name, (part, whole) in parts.items()}
 
 
 def pushes_by_use(
-    logprobs: Array,  # [tokens]
-    behavior_logprobs: Array,  # [tokens]
-    advantages: Array,  # [tokens]
     uses: Array | None,  # [tokens] how often each was trained on before, or UNKNOWN
-    used_low: float = USED_LOW,  # that of push once unless given
+    log_ratio: Array,  # [tokens]
+    advantages: Array,  # [tokens]
+    retained: Mapping[str, Array],  # objective -> [tokens] which it lets pass
+    gradients: Mapping[str, Array],  # objective -> [tokens] |dL / d log pi|
 ) -> dict[int, Pushes]:
     """The pushes of tokens that were trained on 0, 1, 2, … times before. Without uses, of all tokens as UNKNOWN.
 
-        r = exp(logprob - behavior_logprob)
-        (LOW, HIGH): a negative token passes if r > LOW, a positive one if r < HIGH
-        the rule:    the same, but a negative token with uses > 0 passes if r > used_low
-
-    A token beyond the limit of log-ratios never passes. The rule leaves tokens of unknown use alone.
+    `retained` and `gradients` are those of grpo at (0.8, 1.2), and of the rules that could be tried.
     """
-    log_ratio = (logprobs.astype(np.float64) - behavior_logprobs).clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    advantages = advantages.astype(np.float64)
-    uses = np.full(len(log_ratio), UNKNOWN) if uses is None else uses
-    within, ratio = np.abs(log_ratio) < MAX_LOG_RATIO, np.exp(log_ratio)
-    mass = ratio * np.abs(advantages)
-    negative, below = advantages < 0, ratio < 1
-    passes = negative & within & (ratio > LOW)
-    kept = negative & within & (ratio > np.where(uses > 0, used_low, LOW))
-    positive = (advantages > 0) & within & (ratio < HIGH)
-    kinds = negative, negative & below, passes & below, kept  # both in the order of the fields of Pushes
-    terms = (log_ratio, negative), (mass, passes), (mass, passes & below), (mass, kept), (mass, positive)
-    found = {}
-    known, first = np.unique(np.sort(uses), return_index=True)
-    # each token once, not all of them for each use
-    for use, here in zip(known.tolist(), np.split(np.argsort(uses, kind="stable"), first[1:]), strict=True):
-        counts = (int(kind[here].sum()) for kind in kinds)
-        found[use] = Pushes(*counts, *(float(values[here][kind[here]].sum()) for values, kind in terms))
-    return found
+    below, unknown = log_ratio < 0, np.full(len(log_ratio), math.nan)
+    columns = {
+        "negative": np.ones(len(log_ratio)),
+        "log_ratio": log_ratio,
+        "below": below,
+        "pushed": below & retained["grpo"],
+        "gradient": gradients["grpo"],
+        "pushed_gradient": below * gradients["grpo"],
+        **{rule: retained.get(rule, unknown) for rule in RULES},
+        **{f"{rule}_gradient": gradients.get(rule, unknown) for rule in RULES},
+    }
+    known, place = np.unique(np.full(len(log_ratio), UNKNOWN) if uses is None else uses, return_inverse=True)
+    sums = {name: np.bincount(place, np.where(advantages < 0, values, 0.0)) for name, values in columns.items()}
+    return {int(use): Pushes(**{name: float(of[i]) for name, of in sums.items()}) for i, use in enumerate(known)}
 
 
 def joined(parts: Sequence[Mapping[int, Pushes]]) -> dict[int, Pushes]:

@@ -39,7 +39,7 @@ FAR = batch(drift=0.4, longer=2.0)
         (batch(drift=0.01, longer=2.0), r"^BAPO's bounds cannot repair the balance: .* gets it to 0\.\d\d", "open"),
         (
             FAR,
-            r"^BAPO with its default settings would move the positive share .* from 0\.\d\d to 0\.\d\d, with",
+            r"^BAPO, with ClipSettings\(\), would move the positive share .* from 0\.\d\d to 0\.\d\d, with",
             "decided",
         ),
     ],
@@ -55,16 +55,17 @@ def test_the_headline_fits_the_case(update, text, tone):
 def test_the_headline_says_what_rules_of_used_tokens_would_do():
     """Their shares come from the same sums as the tables."""
     result = diagnosed(again(FAR))
-    brake, once = (as_json(result)["overall"][rule][f"share_{rule}"] for rule in ("brake", "push_once"))
-    share, kept = (as_json(result)["overall"]["brake"][key] for key in ("share", "later"))
-    bapo = result.overall.fates["bapo"].gradient.share
+    plain = as_json(result)["overall"]
+    share, brake, once = (plain["objectives"][name]["share"] for name in ("grpo", "brake", "push_once"))
+    kept = plain["uses"]["later"]
     assert result.headline.text == (
         f"The brake would move the positive share of the gradient from {share:.2f} to {brake:.2f} and keep "
-        f"{kept['kept']:.0%} of the used negative tokens. Push once would move it to {once:.2f}, and BAPO with its "
-        f"default settings to {bapo:.2f}."
+        f"{kept['brake']:.0%} of the used negative tokens. Push once would keep {kept['push_once']:.0%} of them, and "
+        f"move it to {once:.2f}."
     )
+    assert any(line.startswith("BAPO, with ClipSettings(), would move") for line in result.advice)
     still = diagnosed(again(batch(drift=0.3, seed=4)))  # at its target without BAPO
-    assert still.headline.text.endswith(", and BAPO's bounds would stay where they start.")
+    assert "BAPO's bounds would stay where they start." in " ".join(still.advice)
     fresh = diagnosed(replace(FAR, uses=np.zeros(len(FAR.logprobs), dtype=np.int64)))
     assert "ush once" not in fresh.headline.text
 
