@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
 import tyro
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
-from bapo.config.errors import Answered
+from bapo.config.errors import Answered, ConfigError
 from bapo.screen.terminal import Visible
 
 Arguments = TypeVar("Arguments")
@@ -28,7 +28,12 @@ def parse_arguments(kind: type[Arguments], words: list[str], *, prog: str) -> Ar
     """The arguments as a dataclass. Exits with 2 if they cannot be read, and with 0 after --help."""
     with redirect_stdout(cast(Any, Visible(sys.stdout))), _answering():
         config = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
-        return tyro.cli(kind, args=words, prog=prog, config=config)
+        try:
+            return tyro.cli(kind, args=words, prog=prog, config=config)
+        except ValidationError as error:  # of a section among them
+            first = error.errors(include_url=False)[0]
+            option = "-".join(map(str, first["loc"])).replace("_", "-")
+            raise ConfigError(f"--{option} {first['input']}: {first['msg']}.") from None
 
 
 @dataclass(frozen=True)

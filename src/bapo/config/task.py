@@ -91,7 +91,7 @@ class EpisodeConfig(Section):
     from which the column environment chooses. TRL's environment classes and text games run as they are. calculator
     answers the sums of countdown."""
     environment_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """Arguments of task.environment, such as env_id = "GuessTheNumber-v0" of textarena:make."""
+    """Arguments of the environment, such as env_id = "GuessTheNumber-v0" of textarena:make."""
     tools: tuple[str, ...] = ()
     """Functions that the model may call, each as module:function, with type hints and a docstring that has Args. The
     methods of TRL's environment classes are tools without being named."""
@@ -112,16 +112,11 @@ class EpisodeConfig(Section):
         """Whether something answers the model's turns."""
         return self.environment is not None or bool(self.tools)
 
-    @model_validator(mode="after")
-    def _played(self) -> Self:
-        """Refuse what means nothing without an environment or tools."""
+    @property
+    def idle(self) -> str:
+        """A key that means nothing, because there is neither an environment nor a tool; empty if there is no such."""
         own = EpisodeConfig.model_fields.keys() - {"environment", "tools"}
-        if not self.plays and (idle := own & set(self.changed())):
-            raise ValueError(
-                f"task.{min(idle)} is about environments, and there is none. Set task.environment or task.tools, or "
-                f"leave task.{min(idle)} out."
-            )
-        return self
+        return min(own & set(self.changed()), default="") if not self.plays else ""
 
 
 class TaskConfig(EpisodeConfig, ProblemConfig):
@@ -155,6 +150,11 @@ class TaskConfig(EpisodeConfig, ProblemConfig):
                     f"task.name={name!r}, or leave task.{key} out."
                     for key, name in wanted.items()
                 )
+            )
+        if self.idle:
+            raise ValueError(
+                f"task.{self.idle} is about environments, and there is none. Set task.environment or task.tools, or "
+                f"leave task.{self.idle} out."
             )
         if (self.environment == CALCULATOR) != (self.plays and self.name == "countdown"):
             raise ValueError(

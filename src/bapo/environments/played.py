@@ -74,7 +74,8 @@ class PlayedTask:
             self.environments.shown = self.script.shown
             if any(tools.values()):
                 self.environments.calls = self.script.calls_for(chosen)
-            graded = all(each["rewards"] for each in about.values())
+            self.graded = graded = all(each["rewards"] for each in about.values())
+            """Whether environments give rewards, and no verifier is asked."""
             left = [name for name in task.rewards if name not in self.environments.grading]
             refuse(
                 (
@@ -100,12 +101,18 @@ class PlayedTask:
             return [Score(None, UNGRADED)] * len(responses)
         return self._verifier.scores(responses)
 
+    def close(self) -> None:
+        """End the processes of episodes, and those of the verifier."""
+        self.environments.close()
+        if self._verifier is not None:
+            self._verifier.close()
+
     def _answers(self) -> bool:
         """Whether every problem has an answer to compare with."""
         return all(problem.answer is not None for problem in (*self.train, *self.test))
 
 
-def conversations_of(task: Task, chosen: EpisodeConfig, policy: Policy, max_tokens: int) -> Conversations | None:
+def conversations_of(task: Task | None, chosen: EpisodeConfig, policy: Policy, max_tokens: int) -> Conversations | None:
     """The episodes of a run or an evaluation, within these limits; None if responses have one turn."""
     environments: Environments
     if isinstance(task, PlayedTask):
@@ -132,9 +139,10 @@ def _ends(policy: Policy, texts: tuple[str, ...]) -> set[int]:
 
 def rows_of(task: TaskConfig) -> tuple[list[Problem], list[Problem]]:
     """The rows to train on and those held out; none where the environment makes its own problems."""
-    train = load_rows(task.train, task.prompt_column, task.answer_column)
+    columns = task.prompt_column, task.answer_column, task.template
+    train = load_rows(task.train, *columns)
     if task.test:
-        return train, load_rows(task.test, task.prompt_column, task.answer_column)
+        return train, load_rows(task.test, *columns)
     return hold_out(train, task.holdout)
 
 

@@ -68,11 +68,13 @@ Number = Annotated[FiniteFloat, Field(ge=-(10.0**DIGITS), le=10.0**DIGITS)]
 class _Response(BaseModel, strict=True):
     text: InstanceOf[str]
     tokens: Annotated[int, Field(ge=0, lt=2**53)]
-    status: Literal["stopped", "truncated"]
+    status: Literal["stopped", "truncated", "dropped"]
     reward: Number | None
     failure: InstanceOf[str]
     answer: InstanceOf[str] | None
     entropy: Number | None
+    turns: Annotated[int, Field(ge=0, lt=2**53)] = 1
+    ending: InstanceOf[str] = ""
 
 
 class _Row(BaseModel, strict=True):

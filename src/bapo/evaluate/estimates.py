@@ -169,7 +169,14 @@ def figures(rows: Sequence[Row]) -> dict[str, Any]:
         "answered": fmean(answer is not None for row in answers for answer in row) if voted else None,
         "failures": causes.total(),
         "failure_causes": dict(causes.most_common()),
+        **_episodes([response for response in responses if response.get("ending")]),
     }
+
+
+def _episodes(responses: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Mean turns, and how often episodes ended in which way; nothing if nothing answered the model."""
+    endings = Counter(response["ending"] for response in responses)
+    return {"turns": mean(r["turns"] for r in responses), "endings": dict(endings.most_common())} if endings else {}
 
 
 def problem_figures(row: Row) -> dict[str, Any]:

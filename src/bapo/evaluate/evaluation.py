@@ -14,9 +14,10 @@ from __future__ import annotations
 import inspect
 import json
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,10 +30,13 @@ import bapo
 from bapo.config.errors import ConfigError
 from bapo.config.numerals import counted
 from bapo.config.placement import placed
+from bapo.config.task import CALCULATOR, EpisodeConfig, TaskConfig
 from bapo.demo import MAX_RESPONSE_TOKENS
+from bapo.environments.conversations import Conversations
+from bapo.environments.played import PlayedTask, conversations_of
 from bapo.evaluate.directory import opened
 from bapo.evaluate.estimates import Row, mean, results
-from bapo.evaluate.options import DEFAULT_MAX_TOKENS, LEAVES_OUT_NOTHING, Settings, sampling_of
+from bapo.evaluate.options import COUNTDOWN, DEFAULT_MAX_TOKENS, LEAVES_OUT_NOTHING, Settings, sampling_of
 from bapo.evaluate.progress import make_progress
 from bapo.evaluate.results_page import page
 from bapo.evaluate.sampling import Response, sample
@@ -45,12 +49,15 @@ from bapo.rollout.sittings import max_positions
 from bapo.screen.terminal import write_line
 from bapo.screen.watch import Tell
 from bapo.tasks.countdown import Countdown
-from bapo.tasks.data.problems import load_problems, smallest
+from bapo.tasks.data.problems import load_problems, load_rows, smallest
 from bapo.tasks.data.sources import resolve
 from bapo.tasks.task import Scorer
-from bapo.tasks.verify.finding import find_function, judged
-from bapo.tasks.verify.scorers import MATH, open_scorer
+from bapo.tasks.verify.finding import file_of, find_function, judged
+from bapo.tasks.verify.scorers import MATH, Verifier, open_scorer
 from bapo.types import Problem
+
+EPISODES = 128
+"""How many episodes are played of an environment that makes its own problems, unless --problems says so."""
 
 
 @dataclass(frozen=True)
@@ -63,30 +70,39 @@ class DataSet:
     note: str = ""  # what the user should know about its rows; usually empty
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What an evaluation is made of."""
+
+    settings: Settings
+    policy: Policy
+    data_sets: list[DataSet]
+    identity: dict[str, Any]
+    played: PlayedTask | None
+    """The environments that answer the model's turns, unless there are none, or only the embedded one."""
+    conversations: Conversations | None
+
+
 def evaluate_model(settings: Settings, out: Path | None, stream: TextIO) -> tuple[Path, dict[str, Any]]:
     """Do what an evaluation still lacks; returns its directory and its results."""
     try:
-        device, dtype, threads = placed(settings.device, settings.dtype, settings.threads)
-        settings = replace(settings, device=device, dtype=dtype, threads=threads)
-        data_sets = load_data_sets(settings)
-        policy = load_model(settings)
-        identity = identify(settings, policy, data_sets)
+        made = _prepared(settings)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    settings, data_sets = made.settings, made.data_sets
     for note in filter(None, (data.note for data in data_sets)):
         write_line(stream, note)
-    engine = engine_for(policy.model, slots=settings.slots)
-    engine.load(policy.model.named_parameters(), version=0)
-    path = out or default_directory(identity)
+    engine = engine_for(made.policy.model, slots=settings.slots)
+    engine.load(made.policy.model.named_parameters(), version=0)
+    path = out or default_directory(made.identity)
     stops.enter(stops.Phase.RAISE)
     size, total = settings.chunk_problems, sum(len(data.problems) for data in data_sets)
     chunks = [(d.name, d.problems[i : i + size]) for d in data_sets for i in range(0, len(d.problems), size)]
-    with opened(path, identity) as directory:
+    with opened(path, made.identity) as directory:
         rows = directory.complete([(name, [problem.id for problem in problems]) for name, problems in chunks])
-        unscored = data_sets if len(rows) < total else []
         with (
             make_progress(settings, path, total, rows, stream) as progress,
-            open_scorers(unscored, settings, opens_thinking=policy.opens_thinking) as scorers,
+            open_scorers(made, needed=len(rows) < total) as scorers,
         ):
             done = 0
             for name, problems in chunks:
@@ -94,25 +110,43 @@ def evaluate_model(settings: Settings, out: Path | None, stream: TextIO) -> tupl
                 if done <= len(rows):
                     continue
                 with progress.sampling(name) as tell:
-                    given = _sampled(engine, policy, scorers[name], problems, identity, tell)
+                    given = _sampled(made, engine, scorers[name], problems, tell)
                 new = [_row(name, problem, responses) for problem, responses in zip(problems, given, strict=True)]
                 directory.append(new)
                 rows += new
                 progress.saved(new)
-        found = results(rows, identity)
+        found = results(rows, made.identity)
         directory.write("report.html", page(rows, found))
         directory.write("results.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
         stops.done()
+    if made.played is not None:
+        made.played.close()
     return path, found
 
 
+def _prepared(settings: Settings) -> Prepared:
+    device, dtype, threads = placed(settings.device, settings.dtype, settings.threads)
+    settings = replace(settings, device=device, dtype=dtype, threads=threads)
+    data_sets = load_data_sets(settings)
+    policy = load_model(settings)
+    played = play(settings, policy, data_sets)
+    if played is not None:
+        data_sets = data_sets or [DataSet(str(settings.episodes.environment), list(played.test))]
+        own = played.scores if played.graded else None
+        data_sets = [replace(data, own_scorer=own) for data in data_sets]
+    identity = identify(settings, policy, data_sets)
+    conversations = conversations_of(played, settings.episodes, policy, identity["max_tokens"])
+    return Prepared(settings, policy, data_sets, identity, played, conversations)
+
+
 def _sampled(
-    engine: Engine, policy: Policy, scorer: Scorer, problems: Sequence[Problem], identity: dict[str, Any], tell: Tell
+    made: Prepared, engine: Engine, scorer: Scorer, problems: Sequence[Problem], tell: Tell
 ) -> list[list[Response]]:
-    sampling = replace(sampling_of(identity), stop_ids=policy.stop_ids)
+    identity = made.identity
     how = {key: identity[key] for key in ("k", "max_tokens", "seed")}
+    how |= {"sampling": replace(sampling_of(identity), stop_ids=made.policy.stop_ids)}
     try:
-        return sample(engine, policy, scorer, problems, sampling=sampling, tell=tell, **how)
+        return sample(engine, made.policy, scorer, problems, conversations=made.conversations, tell=tell, **how)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"--slots {identity['slots']} and --max-tokens {identity['max_tokens']} need more memory than the device "
@@ -138,6 +172,7 @@ def _row(name: str, problem: Problem, responses: Sequence[Response]) -> Row:
                 "failure": response.score.failure,
                 "answer": response.score.answer,
                 "entropy": mean(response.segment.entropies),
+                **({"turns": response.turns, "ending": response.ending} if response.ending else {}),
             }
             for response in responses
         ],
@@ -164,9 +199,12 @@ def load_data_sets(settings: Settings) -> list[DataSet]:
 
 
 def _load(name: str, settings: Settings) -> DataSet:
-    if name == "countdown":
+    if name == COUNTDOWN:
         task = Countdown()
         label, problems, scores, notes = name, list(task.test), task.scores, []
+    elif settings.episodes.plays:
+        problems = load_rows([name], settings.prompt_column, settings.answer_column, settings.template)
+        return DataSet(resolve(name).label, problems)
     else:
         columns = {key: getattr(settings, key) for key in ("prompt_column", "answer_column", "template")}
         functions = [one for one in settings.rewards if one != MATH]
@@ -194,29 +232,47 @@ def _cut(data: DataSet, most: int | None) -> DataSet:
     return replace(data, problems=data.problems[:most], note=note)
 
 
-@contextmanager
-def open_scorers(
-    data_sets: Sequence[DataSet], settings: Settings, *, opens_thinking: bool
-) -> Iterator[dict[str, Scorer]]:
-    """What scores each data set: its own verifier, or one for all others, whose processes end with the block.
+def play(settings: Settings, policy: Policy, data_sets: Sequence[DataSet]) -> PlayedTask | None:
+    """The environments that answer the model's turns; None if there are none, or only the embedded one."""
+    chosen = settings.episodes
+    if not chosen.plays or chosen.environment == CALCULATOR:
+        return None
+    values: dict[str, Any] = {key: getattr(chosen, key) for key in chosen.changed()}
+    values |= {"test": settings.data} if settings.data else {"environment_test": settings.problems or EPISODES}
+    values |= {"reward": settings.rewards, "reward_weights": settings.reward_weights} if settings.rewards else {}
+    problems = [problem for data in data_sets for problem in data.problems]
+    return PlayedTask(TaskConfig(**values), policy, partial(_verifier, settings, policy), test=problems)
 
-    `opens_thinking`: whether a response begins in the middle of the model's thinking, see `bapo.tasks.verify.math`.
-    """
-    own = {data.name: data.own_scorer for data in data_sets if data.own_scorer and settings.reward is None}
-    if len(own) == len(data_sets):
-        yield own
-        return
-    limits: dict[str, Any] = {"seconds": settings.reward_seconds, "memory_mb": settings.reward_memory_mb}
+
+def _verifier(settings: Settings, policy: Policy) -> Verifier:
+    return open_scorer(
+        settings.rewards or (MATH,),
+        opens_thinking=policy.opens_thinking,
+        weights=settings.reward_weights,
+        seconds=settings.reward_seconds,
+        memory_mb=settings.reward_memory_mb,
+    )
+
+
+@contextmanager
+def open_scorers(made: Prepared, *, needed: bool) -> Iterator[dict[str, Scorer]]:
+    """What scores each data set: its own verifier, or one for all others, whose processes end with the block."""
+    scores: Scorer | None = None
+    close: Callable[[], None] | None = None
+    data_sets = made.data_sets if needed else []
+    own = {data.name: data.own_scorer for data in data_sets if made.settings.reward is None}
     try:
-        scores, close, *_ = open_scorer(
-            settings.rewards or (MATH,), opens_thinking=opens_thinking, weights=settings.reward_weights, **limits
-        )
+        if made.played is not None:
+            scores = made.played.scores
+        elif not all(own.get(data.name) for data in data_sets):
+            scores, close, *_ = _verifier(made.settings, made.policy)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     try:
-        yield {data.name: own.get(data.name, scores) for data in data_sets}
+        yield {data.name: found for data in data_sets if (found := own.get(data.name) or scores)}
     finally:
-        close()
+        if close is not None:
+            close()
 
 
 def load_model(settings: Settings) -> Policy:
@@ -244,15 +300,17 @@ def identify(settings: Settings, policy: Policy, data_sets: Sequence[DataSet]) -
     for data in data_sets:
         digest = sha256()
         for problem, ids in zip(data.problems, prompts[data.name], strict=True):
-            digest.update(json.dumps([problem.id, ids, problem.answer], sort_keys=True).encode() + b"\n")
+            row = [problem.extra] if settings.episodes.plays else []  # environments read all of it
+            digest.update(json.dumps([problem.id, ids, problem.answer, *row], sort_keys=True).encode() + b"\n")
         fingerprints[data.name] = digest.hexdigest()[:16]
     decided = {
         **{
             key: value
             for key, value in asdict(settings).items()
-            if key not in ("chunk", "holdout")
+            if key not in ("chunk", "holdout", "episodes")
             and (key, value) not in {**LEAVES_OUT_NOTHING, "reward_weights": ()}.items()
         },
+        **_episodes(settings.episodes),
         "max_tokens": max_tokens,
         "chunk": settings.chunk_problems,
         "stop_ids": sorted(policy.stop_ids),
@@ -302,6 +360,15 @@ def _max_tokens(settings: Settings, policy: Policy, longest: int) -> int:
             f"positions. Set --max-tokens {room} or less."
         )
     return settings.max_tokens
+
+
+def _episodes(chosen: EpisodeConfig) -> dict[str, Any]:
+    """What answers the model's turns, and a hash of the files that say so; nothing if responses have one turn."""
+    named = [name for name in (chosen.environment, *chosen.tools, chosen.tool_format) if name and ":" in name]
+    files = [file for name in named if (file := file_of(name))]
+    known = {key: getattr(chosen, key) for key in chosen.changed()}
+    known |= {"files": sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()[:16]} if files else {}
+    return {"episodes": known} if chosen.plays else {}
 
 
 def _versions_of_verifier(data_sets: Sequence[DataSet], settings: Settings) -> dict[str, str]:

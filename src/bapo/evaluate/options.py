@@ -17,9 +17,12 @@ from bapo.config.base import MOST_THREADS
 from bapo.config.command_line import option
 from bapo.config.errors import ConfigError
 from bapo.config.placement import DeviceName, Precision
+from bapo.config.task import CALCULATOR, EpisodeConfig
 from bapo.rollout.engine import Sampling
 from bapo.tasks.verify.finding import written_as
 
+COUNTDOWN = "countdown"
+"""The embedded data set."""
 DEFAULT_K = 16
 DEFAULT_MAX_TOKENS = 4096  # length limit of a response if none is given and the model has room for it
 LEAVES_OUT_NOTHING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
@@ -72,11 +75,10 @@ class Settings:
 
     model: Annotated[str, arg(metavar="MODEL")]
     """A transformers model directory or hub id, a GGUF file, or "demo"."""
-    data: Annotated[
-        tuple[str, ...], UseAppendAction, arg(metavar="NAME,...", help_behavior_hint="(required, repeatable)")
-    ]
+    data: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="NAME,...", help_behavior_hint="(repeatable)")] = ()
     """Benchmarks (gsm8k, math500, aime24, aime25), countdown, files, directories or hub data sets (owner/name:split).
-    Write name=path to give a file a name of its own."""
+    Write name=path to give a file a name of its own. Needed unless an environment makes its own problems."""
+    episodes: Annotated[EpisodeConfig, arg(name="")] = field(default_factory=EpisodeConfig)
     k: Annotated[Decided, option(default=f"{DEFAULT_K}, and 1 at temperature 0")] = None  # type: ignore[assignment]
     """Responses per problem."""
     temperature: float = 0.6
@@ -130,7 +132,8 @@ class Settings:
     """Number of CPU threads."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "data", data_names(self.data))
+        calculator = self.episodes.environment == CALCULATOR
+        object.__setattr__(self, "data", data_names(self.data) or ((COUNTDOWN,) if calculator else ()))
         if self.k is None:
             object.__setattr__(self, "k", 1 if self.temperature == 0 else DEFAULT_K)
         least = dict.fromkeys(("k", "max_tokens", "problems", "slots", "chunk", "threads"), 1)
@@ -157,8 +160,17 @@ class Settings:
             )
         if not 0 <= self.holdout < 1:
             raise ConfigError(f"--holdout {self.holdout}: it must be a share, from 0 to below 1. 0 uses all problems.")
-        if not self.data:
+        if not self.data and self.episodes.environment is None:
             raise ConfigError("--data names no data set. Give for example --data gsm8k, or name=path.")
+        if idle := self.episodes.idle.replace("_", "-"):
+            raise ConfigError(
+                f"--{idle} is about environments, and there is none. Give --environment or --tools, or leave it out."
+            )
+        if self.episodes.plays and calculator != (self.data == (COUNTDOWN,)):
+            raise ConfigError(
+                f"--environment {CALCULATOR} is for --data {COUNTDOWN} alone, which has no other one. Leave out one of "
+                "them."
+            )
         if not 0 < self.reward_seconds < math.inf:
             raise ConfigError(f"--reward-seconds {self.reward_seconds}: it must be a finite number above 0.")
         for one in self.rewards:

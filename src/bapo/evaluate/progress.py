@@ -138,11 +138,19 @@ def results_table(results: dict[str, Any]) -> str:
     """The figures of every data set and of all together, with 95% intervals."""
     k = results["k"]
     table = [["", "problems", f"avg@{k}", f"pass@{k}", f"maj@{k}", "truncated", "length", "failures"]]
+    table[0] += ["turns"] if "turns" in results["overall"] else []
     for name, found in by_data_set(results).items():
         scores = (_interval(found[key]) for key in ("avg", "pass_k", "maj"))
         cut, length = f"{found['truncated']['value']:.1%}", f"{found['length']:.1f}"
-        table.append([name, str(found["problems"]), *scores, cut, length, str(found["failures"])])
-    return "\n".join(aligned(table))
+        turns = [f"{found['turns']:.1f}"] if "turns" in found else []
+        table.append([name, str(found["problems"]), *scores, cut, length, str(found["failures"]), *turns])
+    endings = results["overall"].get("endings", {})
+    return "\n".join([*aligned(table), *([f"endings: {endings_in_words(endings)}"] if endings else [])])
+
+
+def endings_in_words(endings: dict[str, int]) -> str:
+    """`answered 120, context 8`: how episodes ended."""
+    return ", ".join(f"{ending} {count}" for ending, count in endings.items())
 
 
 def failure_note(results: dict[str, Any]) -> str:

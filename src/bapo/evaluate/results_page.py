@@ -15,6 +15,7 @@ from typing import Any
 from bapo.config.numerals import counted
 from bapo.evaluate.estimates import SOLVED, Row, by_data_set
 from bapo.evaluate.options import sampling_of
+from bapo.evaluate.progress import endings_in_words
 from bapo.pages import document, top
 from bapo.pages import escaped as _text
 from bapo.screen.terminal import shortened
@@ -52,18 +53,22 @@ def _overview(results: dict[str, Any]) -> str:
     powers = [j for j in results["overall"]["pass"] if j != str(k)]
     headings = ["Data set", "Problems", f"avg@{k}", *(f"pass@{j}" for j in powers), f"pass@{k}", f"maj@{k}"]
     headings += ["Truncated", "Length", "of right", "of wrong", "Failures"]
+    headings += ["Turns"] if "turns" in results["overall"] else []
     body = []
     for name, found in by_data_set(results).items():
         passed = (found["pass"][j] for j in powers)
         estimates = map(_estimate, [found["avg"], *passed, found["pass_k"], found["maj"], found["truncated"]])
         lengths = (f"<td>{_number(found[key])}</td>" for key in ("length", "length_correct", "length_wrong"))
         named = f"<td><b>{_text(name)}</b></td><td>{found['problems']}</td>"
-        body.append(f"<tr>{named}{''.join(estimates)}{''.join(lengths)}<td>{found['failures']}</td></tr>")
+        body.append(f"<tr>{named}{''.join(estimates)}{''.join(lengths)}<td>{found['failures']}</td>")
+        body.append(f"<td>{_number(found['turns'])}</td></tr>" if "turns" in found else "</tr>")
     said = "Means over problems with 95% intervals. Lengths are in tokens. A response on which the verifier failed "
     said += "counts 0."
     if len(results["data_sets"]) > 1:
         mean = results["mean_over_data_sets"]["avg"]
         said += f" Overall gives every problem the same weight; the mean of the data sets' avg@{k} is {mean:.3f}."
+    if endings := results["overall"].get("endings"):
+        said += f" Episodes ended so: {endings_in_words(endings)}."
     if results["overall"]["maj"] is None:
         said += " maj@k is missing where the verifier does not extract the answers that would vote."
     return (
@@ -123,6 +128,8 @@ def _response(response: dict[str, Any], limit: int | None) -> str:
     mark = "failed" if reward is None else f"{reward:g}"
     right = " right" if reward is not None and reward > SOLVED else ""
     facts = [f"{response['tokens']} tokens", response["status"]]
+    if "ending" in response:
+        facts.append(f"{counted(response['turns'], 'turn')}, {response['ending']}")
     if response["answer"] is not None:
         facts.append(f"answer {shortened(response['answer'], 80)}")
     if response["failure"]:

@@ -13,7 +13,7 @@ from math import isfinite
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from bapo.environments.conversations import Conversations, reward_of
+from bapo.environments.conversations import Conversations, reward_of, turns_of
 from bapo.evaluate.estimates import SOLVED, Estimate, avg_at_k, mean, pass_at_k
 from bapo.rollout.engine import Engine, Request, Sampling, Segment, generate
 from bapo.rollout.scheduler import Scheduler, new_group
@@ -36,6 +36,9 @@ class Response:
     segment: Segment  # its tokens, with the stop token
     text: str  # without it
     score: Score
+    turns: int = 1
+    ending: str = ""
+    """How its episode ended; empty without an environment."""
 
     @property
     def reward(self) -> float:
@@ -168,9 +171,11 @@ def _played(
     left = [index for index, score in enumerate(scores) if score.reward is None and not score.failure]
     with following(len(left), tell):
         given = scorer([(alone[index][0], texts[index]) for index in left])
-    found = dict(enumerate(scores)) | dict(zip(left, given, strict=True))
-    segments = [Segment(t.own, t.behavior_logprobs, t.entropies, t.versions, t.status) for _, t in alone]
-    responses = [Response(*parts) for parts in zip(segments, texts, found.values(), strict=True)]
+    found = (dict(enumerate(scores)) | dict(zip(left, given, strict=True))).values()
+    responses = []
+    for (_, t), text, score in zip(alone, texts, found, strict=True):
+        segment = Segment(t.own, t.behavior_logprobs, t.entropies, t.versions, t.status)
+        responses.append(Response(segment, text, score, turns_of(t), t.ending))
     k = len(groups[0].trajectories)
     return [responses[i : i + k] for i in range(0, len(responses), k)]
 

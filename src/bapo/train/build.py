@@ -85,7 +85,7 @@ def build(config: Config, team: Team = ALONE, data: TaskData | None = None) -> P
     stream = ProblemStream(task.train, seed=config.seed)
     engine, learner, close = _workers(config, policy, task, team)  # last: whoever starts a cluster must end it
     if isinstance(task, PlayedTask):
-        close = task.environments.close  # and there is no cluster
+        close = task.close  # and there is no cluster
     return Parts(
         config=config,
         task=task if team.size == 1 else SharedTask(task, team),

@@ -19,13 +19,15 @@ from bapo.config.numerals import counted
 from bapo.config.run import Config
 from bapo.config.sections import ObjectiveConfig, OffPolicyConfig
 from bapo.config.sft import SftConfig
-from bapo.config.task import TaskConfig
+from bapo.config.task import EpisodeConfig, TaskConfig
 from bapo.rollout.engine import Sampling
 from bapo.runs import files, ledger
 from bapo.screen.terminal import say
 from bapo.screen.view import summary_table
 from bapo.tasks.judge import JUDGE
 
+EPISODE_KEYS = EpisodeConfig.model_fields.keys()
+"""Keys that are options of `bapo eval` of the same name."""
 SELDOM = 0.02
 """With a mean reward below this, most groups have no success at all."""
 UNFINISHED_CARD = (
@@ -236,29 +238,38 @@ def _oldest(config: Config, summary: dict[str, Any]) -> str:
 
 
 def eval_command(config: Config, path: str, *, chat: bool) -> str | None:
-    """The command that evaluates a model as the run does. It knows no environments and no sum of rewards."""
+    """The command that evaluates a model as the run does. It knows neither reasoning-gym nor judges."""
     task, model = config.task, config.model
-    if task.name == "gym" or task.plays or len(task.rewards) > 1 or task.reward_weights or JUDGE in task.rewards:
+    if task.name == "gym" or JUDGE in task.rewards:
         return None
     greedy, sources = config.eval.temperature == 0, task.test or task.train
-    options: list[tuple[str, object]] = [
-        ("--data", ",".join(sources) if task.name == "data" else task.name),
+    data = {"data": ",".join(sources), "environment": None}.get(task.name, task.name)
+    options: list[tuple[str, Any]] = [
+        ("--data", data),
         ("--holdout", f"{task.holdout:.15g}" if task.holdout else None),
         ("--k", 1 if greedy else config.eval.k),
         ("--temperature", f"{config.eval.temperature:g}"),
         ("--max-tokens", config.rollout.max_tokens),
         ("--seed", config.seed),
         ("--problems", config.eval.problems if len(sources) < 2 else None),
-        ("--reward", task.reward if task.reward != "math" else None),
+        ("--reward", ",".join(task.rewards) if "reward" in task.changed() else None),
+        ("--reward-weights", task.reward_weights or None),
         ("--template", task.template),
         ("--prompt-column", task.prompt_column),
         ("--answer-column", task.answer_column),
         ("--chat", "yes" if chat else "no"),
         ("--system", model.system or None),
         *(("--chat-option", f"{name}={json.dumps(value)}") for name, value in model.template_options.items()),
+        *((f"--{key.replace('_', '-')}", getattr(task, key)) for key in sorted(EPISODE_KEYS & {*task.changed()})),
     ]
-    given = " ".join(f"{name} {shlex.quote(str(value))}" for name, value in options if value is not None)
+    given = " ".join(f"{name} {_words(value)}" for name, value in options if value is not None)
     return f"bapo eval --model {path} {given}"
+
+
+def _words(value: Any) -> str:
+    """A value as the words of a command."""
+    listed = [word for pair in value.items() for word in pair] if isinstance(value, dict) else value
+    return shlex.join(map(str, listed if isinstance(listed, list | tuple) else [listed]))
 
 
 def _cell(text: str) -> str:

@@ -1,18 +1,27 @@
 """Runs with environments: their problems, what scores them, what a dry run shows, and the game to start from."""
 
 import json
+import re
+import shlex
 
 import pytest
 
 from bapo.cli import run
+from bapo.config.command_line import parse_arguments
+from bapo.config.errors import ConfigError
 from bapo.config.recipe import parse, read_recipe
 from bapo.config.run import Config
+from bapo.config.task import EpisodeConfig
 from bapo.demo import model_path
 from bapo.environments.conversations import Conversations
 from bapo.environments.played import conversations_of, rehearse
+from bapo.environments.played import rows_of as rows_of_task
+from bapo.evaluate import Arguments
+from bapo.evaluate.evaluation import load_data_sets
 from bapo.models.loading import outline_policy
 from bapo.tasks.data.problems import load_rows
 from bapo.train.build import make_task
+from bapo.train.card import eval_command
 from tests.unit.environments import people
 
 HERE = people.__name__
@@ -95,17 +104,8 @@ def test_keys_that_mean_nothing_together_are_refused(values, message):
 def test_the_game_to_start_from_is_played_and_learned_from(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run(["init", "game"]) == 0
-    small = [
-        "--rollout.prompts",
-        "2",
-        "--rollout.responses",
-        "4",
-        "--learn.batch-groups",
-        "1",
-        "--offpolicy.reuse",
-        "1",
-    ]
-    small += ["--steps", "1", "--eval.problems", "1", "--out", "out"]
+    small = "--rollout.prompts 2 --rollout.responses 4 --learn.batch-groups 1 --offpolicy.reuse 1"
+    small = [*small.split(), *["--steps", "1", "--eval.problems", "2", "--eval.k", "3", "--out", "out"]]
     assert run(["train", "game.toml", "--dry-run", *small]) == 0
     assert "tokens that are read and not trained on" in capsys.readouterr().out
     assert run(["train", "game.toml", *small]) == 0
@@ -117,6 +117,69 @@ def test_the_game_to_start_from_is_played_and_learned_from(tmp_path, monkeypatch
     for each in turned:  # a second try
         assert len(each["sampled"]) == len(each["tokens"])
         assert len(each["versions"]) == sum(each["sampled"])
+
+    card = (tmp_path / "out" / "model" / "README.md").read_text()  # its command measures what the run measured
+    (command,) = re.findall(r"bapo eval --model MODEL (.*)", card)
+    again = ["eval", "--model", "out/model", *shlex.split(command), "--out", "again", "--chunk", "1"]
+    assert run(again) == 0
+    shown, after = capsys.readouterr().out, json.loads((tmp_path / "out" / "summary.json").read_text())["after"]
+    found = json.loads((tmp_path / "again" / "results.json").read_text())["overall"]
+    assert (found["problems"], found["responses"]) == (2, 6)
+    for key, name in (("avg", "avg"), ("pass_k", "pass")):
+        assert found[key]["value"] == after[f"eval/{name}"]
+    responses = [each for row in rows_of(tmp_path) for each in row["responses"]]
+    assert found["turns"] == pytest.approx(sum(each["turns"] for each in responses) / 6)
+    assert sum(found["endings"].values()) == 6
+    assert f"endings: {', '.join(f'{name} {count}' for name, count in found['endings'].items())}" in shown
+    assert "Episodes ended so: " in (tmp_path / "again" / "report.html").read_text()
+
+    whole = (tmp_path / "again" / "responses.jsonl").read_bytes()
+    (tmp_path / "again" / "responses.jsonl").write_bytes(whole[: whole.index(b"\n") + 9])  # killed in the second chunk
+    assert run(again) == 0
+    assert (tmp_path / "again" / "responses.jsonl").read_bytes() == whole
+    (tmp_path / "game.py").write_text((tmp_path / "game.py").read_text() + "\n# another game\n")
+    assert run(again) == 2
+    assert "episodes.files" in capsys.readouterr().err
+
+
+def rows_of(path):
+    return [json.loads(line) for line in (path / "again" / "responses.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--turns 3 --data a", "--turns is about environments, and there is none"),
+        ("--turns 0 --environment a:b", "--turns 0: Input should be greater than or equal to 1"),
+        ("--environment calculator --data a", "is for --data countdown alone"),
+        ("--environment a:b --data countdown", "is for --data countdown alone"),
+        ("--tools a:b", "--data names no data set"),
+    ],
+)
+def test_options_of_an_evaluation_that_mean_nothing_together_are_refused(words, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_arguments(Arguments, ["--model", "demo", *words.split()], prog="bapo eval")
+
+
+def test_the_command_of_a_card_has_every_option_of_its_environment(tmp_path, policy):
+    """Environments with rows, options, tools and several rewards; and the embedded one."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n}+1=", "level": n}) + "\n" for n in range(4)))
+    values = {"environment": f"{HERE}:Echo", "environment_options": {"prefix": "it's ", "n": 2}, "turns": 2}
+    values |= {"tools": [f"{HERE}:shout", f"{HERE}:later"], "tool_seconds": 2.5, "tool_format": f"{HERE}:backwards"}
+    values |= {"train": [str(path)], "holdout": 0.5, "reward": ["a:b", "c:d"], "reward_weights": [1.0, -0.5]}
+    for task in (values, {"environment": "calculator"}):
+        config = parse(Config, {"task": task}, source="test")
+        words = shlex.split(eval_command(config, "model", chat=False))[2:]
+        settings = parse_arguments(Arguments, words, prog="bapo eval").settings
+        assert settings.episodes.model_dump() == config.task.model_dump(include=set(EpisodeConfig.model_fields))
+        if "train" in task:
+            assert (settings.rewards, settings.reward_weights) == (("a:b", "c:d"), (1.0, -0.5))
+            held_out = {problem.id for problem in rows_of_task(config.task)[1]}
+            assert {one.id for data in load_data_sets(settings) for one in data.problems} == held_out
+            assert len(held_out) == 2
+        else:
+            assert settings.data == ("countdown",)
 
 
 def test_the_environment_to_start_from_gives_fewer_points_for_more_calls(tmp_path, monkeypatch):

@@ -120,7 +120,9 @@ def load_problems(
     return _reported(sources, list(problems.values()), counts, ("problem", "answer"), first_conflict)
 
 
-def load_rows(sources: Sequence[str], prompt_column: str | None, answer_column: str | None) -> list[Problem]:
+def load_rows(
+    sources: Sequence[str], prompt_column: str | None, answer_column: str | None, template: str | None = None
+) -> list[Problem]:
     """Every row as a problem with all of its columns, for environments: prompt and answer may be missing.
 
     Rows may be equal, so the id of each is a hash of its columns and of how often they came before.
@@ -135,7 +137,8 @@ def load_rows(sources: Sequence[str], prompt_column: str | None, answer_column: 
                 text = json.dumps([prompt, extra], sort_keys=True)
             times[text] += 1
             name = sha256(f"{times[text]} {text}".encode(errors="surrogatepass")).hexdigest()[:16]
-            problems.append(Problem(name, prompt or "", answer, source.label, extra))
+            put = fill(template or source.template, prompt) if prompt else ""
+            problems.append(Problem(name, put, answer, source.label, extra))
     return problems
 
 
