@@ -1,7 +1,7 @@
 """Arms against each other, over seeds: the numbers of a comparison, and the verdict that says them in words.
 
     tables = compare_arms(runs, ["reuse-4"], ["grpo", "push-once"])
-    judge(tables, configs).lines     # ["push-once beats grpo by 0.043 ± 0.011 avg@8 over 5 seeds."]
+    judge(tables, configs).lines     # ["push-once beats grpo (+0.043 ± 0.011 avg@8 over 5 seeds)."]
 
 `bapo compare` prints both, and the report shows both, so they say the same. A run is a mapping with setting, objective,
 seed and measures (`bapo.runs.statistics.measures`). Only finished runs have measures, so only they count.
@@ -10,9 +10,9 @@ The interval is Student's t over seeds: it says what other seeds of the same gri
 problems in each run do not. A single seed has none. A seed gives every arm the same problems in the same order, so a
 difference within a seed is less noisy than the difference of two means.
 
-Every arm is judged against the first arm of its table by avg@k at each temperature. Three seeds or more decide if the
-95% interval of their difference excludes zero. Otherwise the arms cannot be told apart, and one or two seeds decide
-nothing. pass@k is mentioned where it says something else than avg@k.
+Every arm is judged against the first arm of its table by avg@k at each temperature; the first temperature that decides
+something comes first. Three seeds or more decide if the 95% interval of their difference excludes zero. Otherwise the
+arms cannot be told apart, and one or two seeds decide nothing. pass@k is mentioned where it decides something else.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from bapo.config.numerals import counted
 from bapo.runs.statistics import FEWEST_SEEDS, aggregate
@@ -28,14 +28,23 @@ from bapo.runs.statistics import FEWEST_SEEDS, aggregate
 Measures = Mapping[str, float]
 Value = Mapping[str, Any]  # mean, half_width
 Rows = dict[str, Any]  # arm -> seeds, measures (name -> Value), and differences from the first arm: seeds, measures
-Kind = Literal["ahead", "behind", "open", "few", "one", "missing", "apart", "not a number", "not measured"]
+Kind = Literal["ahead", "behind", "same", "open", "few", "none"]
 
 MANY = 10  # from so many judged differences on, the verdict says that some stand out by chance
 FEW_PROBLEMS = 100
 """Fewer problems are few. From 100, the 95% interval of a mean of rewards from 0 to 1 reaches at most 0.1 to each side:
 1.96 · √(0.25 / 100)."""
-DECIDED = ("ahead", "behind")
-JUDGED = ("ahead", "behind", "open")
+DECIDED: tuple[Kind, ...] = ("ahead", "behind")
+JUDGED: tuple[Kind, ...] = (*DECIDED, "same", "open")
+WORDS: dict[Kind, tuple[str, str]] = {
+    "ahead": ("beats", "beat"),
+    "behind": ("falls short of", "fall short of"),
+    "same": ("has exactly the score of", "have exactly the score of"),
+    "open": ("cannot be told apart from", "cannot be told apart from"),
+    "few": ("has too few seeds to be compared with", "have too few seeds to be compared with"),
+    "none": ("has no score in a seed of", "have no score in a seed of"),
+}
+"""What is said of one arm, or of several, and the first one, in the order of a sentence."""
 EXAM_KEYS = (
     *("task.name", "task.test", "task.prompt_column", "task.answer_column", "task.template", "task.max_prompt_tokens"),
     *("task.reward", "task.reward_weights", "task.judge.model", "task.judge.rubric", "task.gym", "task.gym_test"),
@@ -127,11 +136,17 @@ def difference_cells(rows: Rows, k: int | str) -> list[list[str]]:
 
 
 def _difference(value: Value | None, seeds: int) -> str:
+    """A difference as a cell: with a star if its interval excludes zero."""
     if value is None or value["half_width"] is None:
         return "–"
-    if seeds < FEWEST_SEEDS:
-        return f"{value['mean']:+.3f}"
-    return f"{value['mean']:+.3f} ± {value['half_width']:.3f}{'*' if _excludes_zero(value) else ' '}"
+    star = "" if seeds < FEWEST_SEEDS else "*" if _excludes_zero(value) else " "
+    return f"{_signed(value, seeds)}{star}"
+
+
+def _signed(value: Value, seeds: int) -> str:
+    """`+0.043 ± 0.011`. The interval of two seeds is wider than all that can happen, so it is left out."""
+    sure = value["half_width"] is not None and seeds >= FEWEST_SEEDS
+    return f"{value['mean']:+z.3f}" + (f" ± {value['half_width']:.3f}" if sure else "")
 
 
 def _excludes_zero(value: Value) -> bool:
@@ -149,39 +164,23 @@ class Verdict:
     lines: list[str]
     """One per table, in their order; each begins with the name of its table if there are several."""
     details: list[str]
-    """What the lines leave out, one per table: other temperatures if there are several arms, and pass@k."""
+    """What the lines leave out, one per table: other temperatures, and pass@k."""
     decided: bool
     """Whether any difference is decided."""
     notes: list[str] = field(default_factory=list)
     """What limits the lines: how many problems were scored, missing runs, and how many differences were judged."""
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """One arm against the first one, by one measure."""
 
     name: str
     kind: Kind
-    mean: float = math.nan
-    half: float | None = None
-    seeds: int = 0  # seeds that both have
-    all_seeds: bool = True  # whether both have these seeds and no others
-
-    @property
-    def same(self) -> bool:
-        """Whether both have the same score in every one of several seeds."""
-        return self.kind == "open" and self.mean == self.half == 0
-
-    @property
-    def size(self) -> str:
-        """The difference without its sign. The interval of two seeds is wider than all that can happen: left out."""
-        shown = self.half is not None and self.seeds >= FEWEST_SEEDS
-        return f"{abs(self.mean):.3f}" + (f" ± {self.half:.3f}" if shown else "")
-
-    @property
-    def signed(self) -> str:
-        """The difference with its sign."""
-        return f"{self.mean:+.3f}"[0] + self.size
+    mean: float = 0.0
+    shown: str = ""
+    """The difference with its interval."""
+    seeds: int = 0
+    """Seeds that both have."""
 
 
 def judge(
@@ -208,11 +207,8 @@ def judge(
         outcomes += found
     judged = [outcome for outcome in outcomes if outcome.kind in JUDGED]
     notes = []
-    if any(outcome.kind in ("one", "few") for outcome in outcomes):
-        if len(contested) > 1:
-            notes.append(f"Run at least {FEWEST_SEEDS} seeds to decide more.")
-        else:
-            lines[0] += f" Run at least {FEWEST_SEEDS} seeds."
+    if any(outcome.kind == "few" for outcome in outcomes):
+        notes.append(f"Run at least {FEWEST_SEEDS} seeds to decide more.")
     decided = any(outcome.kind in DECIDED for outcome in judged)
     notes += scored_on(scored, seeds=bool(judged))
     if missing:
@@ -255,23 +251,16 @@ def scored_on(measured: Sequence[Measures], *, seeds: bool) -> list[str]:
 
 def _outcome(rows: Rows, name: str, measure: str) -> Outcome:
     """One arm of a table against the first one."""
-    first, row = next(iter(rows.values())), rows[name]
-    seeds, value = row["differences"]["seeds"], row["differences"]["measures"].get(measure)
-    if not row["seeds"]:
-        return Outcome(name, "missing")
-    if not seeds:
-        return Outcome(name, "apart")
-    if value is None:
-        return Outcome(name, "not measured", seeds=len(seeds))
+    both = rows[name]["differences"]
+    value, seeds = both["measures"].get(measure), len(both["seeds"])
+    if value is None or not math.isfinite(value["mean"]):
+        return Outcome(name, "none")
     kind: Kind = "behind" if value["mean"] < 0 else "ahead"
-    if not math.isfinite(value["mean"]):
-        kind = "not a number"
-    elif len(seeds) < FEWEST_SEEDS:
-        kind = "one" if len(seeds) == 1 else "few"
+    if seeds < FEWEST_SEEDS:
+        kind = "few"
     elif not _excludes_zero(value):
-        kind = "open"
-    same_seeds = len(seeds) == row["seeds"] == first["seeds"]
-    return Outcome(name, kind, value["mean"], value["half_width"], len(seeds), same_seeds)
+        kind = "same" if value["mean"] == value["half_width"] == 0 else "open"
+    return Outcome(name, kind, value["mean"], _signed(value, seeds), seeds)
 
 
 def _on_table(rows: Rows, k: int | str, temperature: float | None) -> tuple[str, list[str], list[Outcome]]:
@@ -281,20 +270,36 @@ def _on_table(rows: Rows, k: int | str, temperature: float | None) -> tuple[str,
         return f"{reference} has no finished run, so there is nothing to measure the others by.", [], []
     further = {at_temperature(t): f"avg_at_{t}" for t in _temperatures(measure_names(rows))}
     at = "" if not further or temperature is None else at_temperature(temperature)
-    asked = {at: "avg", **further}
-    found = {where: [_outcome(rows, name, measure) for name in others] for where, measure in asked.items()}
-    first, *elsewhere = found.items()
-    details = _all_fell(rows, k)
-    if len(others) == 1:
-        line = _duel(reference, k, list(found.items()))
-    else:
-        line = _field(reference, _unit(at, k), *first)
-        details += [f"{at.strip().capitalize()}, {_ahead_and_behind(there, reference)}." for at, there in elsewhere]
-    if k != 1:
-        by_pass = [_outcome(rows, one.name, "pass") for one in first[1]]
-        news = [by for one, by in zip(first[1], by_pass, strict=True) if by.kind in DECIDED and by.kind != one.kind]
-        details += [f"By pass@{k}{at}, {_ahead_and_behind(news, reference)}."] if news else []
-    return line, details, [one for outcomes in found.values() for one in outcomes]
+    found = {}
+    for where, measure in {at: "avg", **further}.items():
+        one = 1 if where == at_temperature(0) else k  # greedy samples of a problem are all the same
+        found[f"avg@{one}{where}"] = [_outcome(rows, name, measure) for name in others]
+    usual = next(iter(found.values()))
+    lead = next((unit for unit, some in found.items() if any(one.kind in DECIDED for one in some)), next(iter(found)))
+    units = [lead, *(unit for unit in found if unit != lead)]
+    line, *details = [_sentence(found[unit], reference, unit) for unit in units]
+    by_pass = [_outcome(rows, name, "pass") for name in others] if k != 1 else []
+    news = [by for one, by in zip(usual, by_pass, strict=False) if by.kind in DECIDED and by.kind != one.kind]
+    details += [_sentence(news, reference, f"pass@{k}{at}")] if news else []
+    return line, [*_all_fell(rows, k), *details], [one for outcomes in found.values() for one in outcomes]
+
+
+def _sentence(outcomes: Sequence[Outcome], reference: str, unit: str) -> str:
+    """Who beats the reference, who falls short of it, and so on, the largest difference first."""
+    clauses: list[str] = []
+    said = ""
+    for kind, (one, many) in WORDS.items():
+        group = sorted((one for one in outcomes if one.kind == kind), key=lambda one: -abs(one.mean))
+        if not group:
+            continue
+        clause = f"{_joined([one.name for one in group])} {many if group[1:] else one} {'it' if clauses else reference}"
+        if kind != "none":
+            seeds = " to ".join(dict.fromkeys(str(pick(one.seeds for one in group)) for pick in (min, max)))
+            over = f" over {seeds} seed{'s' * (seeds != '1')}"
+            shown = ", ".join(one.shown for one in group) + ("" if clauses else f" {unit}")
+            clause, said = f"{clause} ({shown}{over if over != said else ''})", over
+        clauses.append(clause)
+    return "; ".join(clauses) + "."
 
 
 def _all_fell(rows: Rows, k: int | str) -> list[str]:
@@ -315,100 +320,6 @@ def at_temperature(temperature: float | str) -> str:
     """` at temperature 0.6`, to follow a score."""
     value = float(temperature)
     return f" at temperature {value:g}" if value else " with greedy sampling"
-
-
-def _unit(at: str, k: int | str) -> str:
-    """Greedy samples of a problem are all the same, so there is one."""
-    return "avg@1" if at == at_temperature(0) else f"avg@{k}"
-
-
-def _duel(reference: str, k: int | str, found: Sequence[tuple[str, list[Outcome]]]) -> str:
-    """One arm against another: first the temperature that decides something, then the others."""
-    lead = next((place for place, (_, (one,)) in enumerate(found) if one.kind in DECIDED), 0)
-    at, (one,) = found[lead]
-    together: dict[str, list[str]] = {}
-    for where, (other,) in [*found[:lead], *found[lead + 1 :]] if one.kind in JUDGED else ():
-        words = {"ahead": f"it is ahead by {other.size}", "behind": f"it is behind by {other.size}"}
-        said = words.get(other.kind, "they cannot be told apart" if other.kind == "open" else "a score is missing")
-        together.setdefault(said, []).append(where.strip())
-    clauses = [_clause(one, reference, _unit(at, k), at)]
-    return "; ".join([*clauses, *(f"{_joined(places)} {said}" for said, places in together.items())]) + "."
-
-
-def _clause(one: Outcome, reference: str, unit: str, at: str) -> str:
-    if one.same:
-        return f"{one.name} and {reference} have the same {unit}{at} in every one of {one.seeds} seeds"
-    over = f"over {one.seeds} seeds" if one.all_seeds else f"over the {one.seeds} seeds that both have"
-    by_one = f"differs from {reference} by {one.signed} {unit}{at}"
-    by_one = f"and {reference} have the same {unit}{at}" if one.size == "0.000" else by_one
-    return {
-        "ahead": f"{one.name} beats {reference} by {one.size} {unit}{at} {over}",
-        "behind": f"{one.name} falls short of {reference} by {one.size} {unit}{at} {over}",
-        "open": f"{one.name} and {reference} cannot be told apart{at} ({one.signed} {unit} {over})",
-        "few": f"Two seeds are too few to decide between {one.name} and {reference} ({one.signed} {unit}{at})",
-        "one": f"One seed decides nothing: {one.name} {by_one}",
-        "missing": f"{one.name} has no finished run, so it cannot be compared with {reference} yet",
-        "apart": f"{one.name} and {reference} have no seed in common, so they cannot be compared seed by seed",
-        "not a number": f"The {unit}{at} of {one.name} or of {reference} is not a number in at least one run",
-        "not measured": f"{one.name} or {reference} has runs without {unit}{at}",
-    }[one.kind]
-
-
-def _field(reference: str, unit: str, at: str, outcomes: Sequence[Outcome]) -> str:
-    """Several arms against one: the best with its numbers, the others by name."""
-    groups = _by_kind(outcomes)
-    judged = [one for one in outcomes if one.kind in JUDGED]
-    clauses = []
-    if ahead := groups.get("ahead"):
-        clauses.append(_clause(ahead[0], reference, unit, at))
-        if len(ahead) > 1:
-            clauses.append(f"{_those(ahead[1:], 'beats', 'beat')} it, too")
-    elif judged:
-        seeds = " to ".join(dict.fromkeys(str(pick(one.seeds for one in judged)) for pick in (min, max)))
-        clauses.append(f"Nothing beats {reference} in {unit}{at} over {seeds} seeds")
-    if behind := groups.get("behind"):
-        clauses.append(f"{_those(behind, 'falls', 'fall')} short of it")
-    if same := [one for one in groups.get("open", ()) if one.same]:
-        clauses.append(f"{_those(same, 'has', 'have')} the same {unit} as {reference} in every seed")
-    if apart := [one for one in groups.get("open", ()) if not one.same]:
-        clauses.append(f"{_those(apart, 'cannot', 'cannot')} be told apart from it")
-    few: dict[Kind, str] = {"few": "two seeds are too few to decide", "one": "one seed decides nothing"}
-    for kind in (kind for kind in few if kind in groups):
-        listed = ", ".join(f"{one.name} {one.signed}" for one in groups[kind])
-        words = few[kind] if clauses else few[kind].capitalize()
-        clauses.append(f"{words} ({listed} {unit} against {reference})")
-    endings: dict[Kind, str] = {
-        "not a number": f"a score ({unit}) that is not a number",
-        "not measured": f"runs without {unit}",
-        "apart": f"no seed in common with {reference}",
-        "missing": "no finished run",
-    }
-    clauses += [f"{_those(groups[kind], 'has', 'have')} {words}" for kind, words in endings.items() if kind in groups]
-    return "; ".join(clauses) + "."
-
-
-def _ahead_and_behind(outcomes: Sequence[Outcome], reference: str) -> str:
-    """Who is ahead of and who is behind the reference, by name."""
-    groups = _by_kind(outcomes)
-    clauses = [
-        f"{_those(group, 'is', 'are')} {words} {reference}" + (f" by {group[0].size}" if len(group) == 1 else "")
-        for group, words in ((groups.get("ahead"), "ahead of"), (groups.get("behind"), "behind"))
-        if group
-    ]
-    return _joined(clauses) if clauses else f"nothing can be told apart from {reference}"
-
-
-def _by_kind(outcomes: Sequence[Outcome]) -> dict[Kind, list[Outcome]]:
-    """Outcomes by kind, the largest difference first."""
-    groups: dict[Kind, list[Outcome]] = {}
-    for one in sorted(outcomes, key=lambda one: -abs(one.mean) if math.isfinite(one.mean) else math.inf):
-        groups.setdefault(one.kind, []).append(one)
-    return groups
-
-
-def _those(outcomes: Sequence[Outcome], one: str, many: str) -> str:
-    """The names of these arms, and the verb that follows one or many of them."""
-    return f"{_joined([outcome.name for outcome in outcomes])} {one if len(outcomes) == 1 else many}"
 
 
 def _joined(names: Sequence[str]) -> str:

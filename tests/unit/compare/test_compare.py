@@ -537,7 +537,7 @@ def test_the_verdict_follows_the_tables_and_is_kept(first, tmp_path):
     results = collect(grid)
     fell = "Both arms ended below where they started: grpo from 0.500 to 0.200 and bapo from 0.500 to 0.317 avg@2."
     *said, exam = results["verdict"]
-    assert said == ["bapo beats grpo by 0.117 ± 0.072 avg@2 over 3 seeds.", fell]
+    assert said == ["bapo beats grpo (+0.117 ± 0.072 avg@2 over 3 seeds).", fell]
     assert exam.startswith("The scores are from only 2 held-out problems. Fewer than 100 are few")
     printed = table_lines(results)
     assert " ".join(printed[printed.index(said[0]) :]).strip() == " ".join(results["verdict"])

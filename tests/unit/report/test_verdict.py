@@ -59,8 +59,8 @@ def test_the_report_says_what_compare_prints(grid):
     """.1 .15 .1 over three seeds: .117 ± .072 (4.3027 · .028868 / √3), against the first objective of the grid."""
     verdict, differences = top(grid)
     assert verdict["lines"] == [
-        "bapo beats grpo by 0.117 ± 0.072 avg@2 over 3 seeds; one seed decides nothing (clip_higher +0.000 avg@2 "
-        "against grpo). Run at least 3 seeds."
+        "bapo beats grpo (+0.117 ± 0.072 avg@2 over 3 seeds); clip_higher has too few seeds to be compared with it "
+        "(+0.000 over 1 seed)."
     ]
     exam, missing = verdict["notes"][-2:]
     assert exam.startswith(f"{FEW}: {DOUBT} 0.")
@@ -75,7 +75,7 @@ def test_the_report_says_what_compare_prints(grid):
 def test_the_record_of_a_grid_may_be_damaged(grid):
     for record in ({"runs": 3}, {"runs": [None, {"setting": [], "objective": {}, "seed": "x"}], "objectives": 5}, []):
         (grid / "grid.json").write_text(json.dumps(record))
-        assert "bapo beats grpo by 0.117" in top(grid)[0]["lines"][0]  # grpo comes first without a grid, too
+        assert "bapo beats grpo (+0.117" in top(grid)[0]["lines"][0]  # grpo comes first without a grid, too
 
 
 def test_several_settings_share_one_table_of_differences(grid):
@@ -108,7 +108,7 @@ def test_others_are_measured_against_a_fixed_clip(tmp_path):
         config["objective"] |= {"name": "bapo", "preset": preset}
         (run / "config.json").write_text(json.dumps(config))
     (line,) = top(tmp_path)[0]["lines"]
-    assert line.startswith("One seed decides nothing: bapo preset paper and grpo have the same avg@2.")
+    assert line.startswith("bapo preset paper has too few seeds to be compared with grpo (+0.000 avg@2 over 1 seed).")
 
 
 @pytest.mark.parametrize(
