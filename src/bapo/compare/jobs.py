@@ -3,7 +3,7 @@
 A job is examined first:
 
     nothing, or a run without a complete checkpoint      start
-    stopped, with the configuration of the grid          resume, even if lines after its last checkpoint are damaged
+    stopped, with the configuration of the grid          resume, which finds out whether its files are whole
     finished, with the configuration of the grid         finished
     files that contradict each other                     damaged: left alone, unless asked to retry
     another configuration                                an error: somebody changed the grid after its runs were made
@@ -36,13 +36,13 @@ from pathlib import Path
 from typing import Any
 
 from bapo.compare.grid import Cell, Grid, Job, State
-from bapo.compare.progress import PlainProgress
+from bapo.compare.progress import Progress
 from bapo.config.errors import OUT_OF_MEMORY, ConfigError
 from bapo.config.placement import available_cores
 from bapo.config.words import flat
 from bapo.process import environment, stops
 from bapo.runs import files
-from bapo.runs.read import Defect, last_step, read_run
+from bapo.runs.read import Defect, Run, last_step, read_run
 from bapo.runs.write import unused
 
 GPU_PARALLEL = 4
@@ -79,29 +79,16 @@ def _examine(cell: Cell) -> tuple[Job, list[str]]:
     files.check_kinds(out, files=(), folders=[str(p.relative_to(out)) for p in (path.parents[1], path.parent, path)])
     if not path.exists() or unused(path):
         return Job(cell, State.WAITING), []
-    run = read_run(path, finished=False)
-    if isinstance(run, Defect) and (sizes := _remembered(path)):
-        run = read_run(path, finished=False, sizes=sizes)  # resuming cuts off what comes after them
-    if isinstance(run, Defect):
-        return Job(cell, State.DAMAGED, note=run.message), []
-    different = list(_differences(cell.values, dict(flat(run.config))))
-    if run.summary:
+    found = read_run(path)
+    different = list(_differences(cell.values, dict(flat(found.config)))) if found.config else []
+    if isinstance(found, Run):
         return Job(cell, State.FINISHED, before=cell.config.steps, step=cell.config.steps), different
-    if not any((path / "checkpoints").glob("step-??????")):
+    if found.kind != "unfinished":
+        return Job(cell, State.DAMAGED, note=found.message), different
+    if not files.checkpoints(path / "checkpoints"):
         return Job(cell, State.DAMAGED, note="it has logs but no checkpoint to resume from."), different
-    step = len(run.timing)
+    step = last_step(path)
     return Job(cell, State.WAITING, action="resume", before=step, step=step), different
-
-
-def _remembered(path: Path) -> dict[str, int]:
-    """Sizes of an unfinished run's logs at its newest checkpoint; empty if no checkpoint records them."""
-    if (path / "summary.json").exists():
-        return {}
-    try:
-        logs = files.read_object(files.checkpoints(path / "checkpoints")[-1] / "state.json")["logs"]
-        return {name: int(size) for name, size in logs.items()}
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError):
-        return {}
 
 
 def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:
@@ -143,7 +130,7 @@ def execute(
     parallel: int,
     threads: int,
     retry: bool,
-    progress: PlainProgress,
+    progress: Progress,
 ) -> bool:
     """Run every waiting job to its end, with `retry` damaged ones, too. Returns whether the user stopped it."""
     for job in jobs:
@@ -205,7 +192,7 @@ def _start(job: Job, lock: int, threads: int) -> _Process | None:
     return _Process(job, handle, time.monotonic(), log_began)
 
 
-def _settle(process: _Process, *, retry: bool, stopping: bool, progress: PlainProgress) -> None:
+def _settle(process: _Process, *, retry: bool, stopping: bool, progress: Progress) -> None:
     """Set the state of a job whose process has ended: from its directory first, then from the exit code."""
     job, code = process.job, process.handle.returncode
     found = read_run(job.cell.path)
@@ -222,7 +209,7 @@ def _settle(process: _Process, *, retry: bool, stopping: bool, progress: PlainPr
         job.state, job.note = State.FAILED, f"exit code {code}, {job.log}\n{_tail(process)}"
 
 
-def _begin_again(job: Job, progress: PlainProgress) -> None:
+def _begin_again(job: Job, progress: Progress) -> None:
     """Set a damaged run aside and let its job wait to start from the beginning."""
     path, number = job.cell.path, 1
     while (place := path.with_name(f"{path.name}.damaged-{number}")).exists():  # `is_set_aside` knows these names

@@ -13,11 +13,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Self, TextIO
 
 from rich.console import Group, RenderableType
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -25,6 +23,7 @@ from rich.text import Text
 from bapo.compare.grid import Grid, Job, State
 from bapo.config.numerals import counted
 from bapo.runs.read import tail
+from bapo.screen.steady import SteadyLive
 from bapo.screen.terminal import can_redraw, duration, eta, make_console, printable, write_line
 
 LINE_SECONDS = 30.0
@@ -43,48 +42,62 @@ STYLES = {
 }
 
 
-def make_progress(grid: Grid, jobs: Sequence[Job], parallel: int, stream: TextIO) -> PlainProgress:
+class Progress:
     """A table that is redrawn in place if the stream is a terminal, otherwise lines."""
-    return (LiveProgress if can_redraw(stream) else PlainProgress)(grid, jobs, parallel, stream)
 
-
-@dataclass
-class PlainProgress:
-    """Lines for a log file or a pipe."""
-
-    grid: Grid
-    jobs: Sequence[Job]
-    parallel: int
-    stream: TextIO
-    clock: Callable[[], float] = time.monotonic
-
-    def __post_init__(self) -> None:
-        together = min(self.parallel, len(self.jobs))
-        self.title = f"{self.grid.name}: {counted(len(self.jobs), 'run')}, {together} at a time, in {self.grid.out}"
-        self.began = self.said = self.clock()
+    def __init__(
+        self,
+        grid: Grid,
+        jobs: Sequence[Job],
+        parallel: int,
+        stream: TextIO,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.jobs, self.stream, self.clock = jobs, stream, clock
+        self.title = f"{grid.name}: {counted(len(jobs), 'run')}, {min(parallel, len(jobs))} at a time, in {grid.out}"
+        self.began = self.told = clock()
+        self.numbers: dict[str, dict[str, float]] = {}
+        self.console = make_console(stream)
+        self.live = SteadyLive(self.console, self.frame) if can_redraw(stream) else None
 
     def __enter__(self) -> Self:
-        self.note(self.title)
-        self.note(self.counts())
+        if self.live is None:
+            self.note(f"{self.title}\n{self.counts()}")
+        else:
+            self.live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        return
+        if self.live is not None:
+            self.live.stop()
 
     def changed(self, job: Job) -> None:
-        """The state of a job has changed."""
-        self.note(f"{job.cell.name}: {job.describe()}  ({self.counts()})")
+        """The state of a job has changed. The table shows it, but not why a run failed."""
+        if self.live is None or job.state in (State.FAILED, State.DAMAGED):
+            self.note(f"{job.cell.name}: {job.describe()}  ({self.counts()})")
 
     def look(self) -> None:
         """Called several times a second."""
-        if self.clock() - self.said >= LINE_SECONDS:
-            running = [f"{job.cell.name} {job.step}/{job.cell.config.steps}" for job in self.of(State.RUNNING)]
-            self.note("  ".join([self.counts(), *running, self.remaining()]))
+        if self.clock() - self.told < (LINE_SECONDS if self.live is None else READ_SECONDS):
+            return
+        self.told = self.clock()
+        running = self.of(State.RUNNING)
+        if self.live is None:
+            steps = [f"{job.cell.name} {job.step}/{job.cell.config.steps}" for job in running]
+            self.note("  ".join([self.counts(), *steps, self.remaining()]))
+        for job in running:
+            line = tail(job.cell.path / "metrics.jsonl")
+            if line.get("kind") == "update":
+                found = {key: float(line[key]) for key in SHOWN if isinstance(line.get(key), int | float)}
+                self.numbers[job.cell.name] = found
 
     def note(self, text: str) -> None:
         """Tell the user something."""
-        self.said = self.clock()
-        write_line(self.stream, text)
+        self.told = self.clock()
+        if self.live is None:
+            write_line(self.stream, text)
+        else:
+            self.console.print(Text(printable(text)))
 
     def of(self, *states: State) -> list[Job]:
         """The jobs in these states."""
@@ -108,44 +121,6 @@ class PlainProgress:
         done = sum((job.step - job.before) * job.cell.config.updates_per_step for job in self.jobs)
         return eta(left, done, self.clock() - self.began)
 
-
-class LiveProgress(PlainProgress):
-    """A table that is redrawn in place. If not all runs fit, it shows those that are running, failed or damaged."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.console = make_console(self.stream)
-        self.live = Live(console=self.console, auto_refresh=False)
-        self.read_at = float("-inf")
-        self.numbers: dict[str, dict[str, float]] = {}
-
-    def __enter__(self) -> Self:
-        self.live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.live.update(self.frame(), refresh=True)
-        self.live.stop()
-
-    def changed(self, job: Job) -> None:
-        """The state of a job has changed."""
-        if job.state in (State.FAILED, State.DAMAGED):
-            self.note(f"{job.cell.name}: {job.describe()}")
-
-    def look(self) -> None:
-        """Called several times a second."""
-        if self.clock() - self.read_at >= READ_SECONDS:
-            self.read_at = self.clock()
-            for job in self.of(State.RUNNING):
-                line = tail(job.cell.path / "metrics.jsonl")
-                known = self.numbers.setdefault(job.cell.name, {})
-                known |= {key: line[key] for key in SHOWN if isinstance(line.get(key), int | float)}
-            self.live.update(self.frame(), refresh=True)
-
-    def note(self, text: str) -> None:
-        """Tell the user something."""
-        self.console.print(Text(printable(text)))
-
     def frame(self) -> RenderableType:
         """What the screen shows now."""
         room = self.console.height - 6
@@ -162,7 +137,7 @@ class LiveProgress(PlainProgress):
                 Text(job.cell.name),
                 Text(str(job.state), STYLES[job.state]),
                 Text(f"{job.step}/{steps}" if job.step else "", "dim"),
-                *(Text(f"{label} {numbers[key]:.3f}" if key in numbers else "") for key, label in SHOWN.items()),
+                *(Text(f"{numbers[key]:.3f}" if key in numbers else "") for key in SHOWN),
             )
         bar = Table.grid(expand=True)
         bar.add_row(ProgressBar(total=1.0, completed=self.share_done()))

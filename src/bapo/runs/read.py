@@ -37,6 +37,7 @@ LINE_KINDS: dict[str | None, tuple[str, str | None, str]] = {
     "sft": ("imitation", None, "held_out"),
 }
 """For each kind of run, the kinds of its lines in metrics.jsonl: updates, rollouts and evaluations."""
+LOGS = ("metrics.jsonl", "timing.jsonl")
 SCORED = ("before", "after")  # training: the evaluations that a summary has
 
 
@@ -86,6 +87,8 @@ class Defect:
     """A sentence that says which file is concerned and what is wrong with it."""
     files: tuple[str, ...] = field(default=())
     """Names of the files concerned."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """The configuration of an unfinished run."""
 
     def __str__(self) -> str:
         return f"{self.path}: {self.kind}: {self.message}"
@@ -110,11 +113,11 @@ def _require(sound: bool, name: str, otherwise: str) -> None:
         raise _Damage(name, otherwise)
 
 
-def read_run(path: str | Path, *, finished: bool = True, sizes: Mapping[str, int] | None = None) -> Run | Defect:
+def read_run(path: str | Path, *, finished: bool = True) -> Run | Defect:
     """The run in a directory, or what is wrong with it. Nothing on the disk makes this raise.
 
     With `finished=False` a run that is going on, or was stopped, is a Run, too: its summary is empty, and a
-    half-written last line is left out. `sizes` limits how many bytes are read of each log, by file name.
+    half-written last line is left out.
     """
     path = Path(path)
     try:
@@ -132,10 +135,9 @@ def read_run(path: str | Path, *, finished: bool = True, sizes: Mapping[str, int
             message = (
                 f"it has no summary.json; {done} of {planned} steps are logged. Continue it: `bapo resume {path}`."
             )
-            return Defect(path, "unfinished", message, ("summary.json",))
+            return Defect(path, "unfinished", message, ("summary.json",), config)
         summary = _parse(files.read(path / "summary.json"), "summary.json") if complete else {}
-        logs = ("metrics.jsonl", "timing.jsonl")
-        metrics, timing = (_read_lines(path / name, whole=complete, size=(sizes or {}).get(name)) for name in logs)
+        metrics, timing = (_read_lines(path / name, whole=complete) for name in LOGS)
         kinds = (*LINE_KINDS[config.get("kind")], "skipped")
         updates, rollouts, evals, skipped = ([line for line in metrics if line.get("kind") == kind] for kind in kinds)
         run = Run(path, config, updates, rollouts, evals, timing, summary, planned, skipped)
@@ -201,10 +203,9 @@ def logged_steps(
     log. ValueError if they hold something else.
     """
     metrics: dict[int, dict[str, float]] = {}
-    names = ("metrics.jsonl", "timing.jsonl")
     try:
-        logs = [_read_lines(path / name, whole=False, size=(sizes or {}).get(name)) for name in names]
-        for name, lines in zip(names, logs, strict=True):
+        logs = [_read_lines(path / name, whole=False, size=(sizes or {}).get(name)) for name in LOGS]
+        for name, lines in zip(LOGS, logs, strict=True):
             _require(all(type(line.get("step")) is int for line in lines), name, "has a line without its step")
     except _Damage as damage:
         raise ValueError(str(damage)) from None
@@ -245,7 +246,7 @@ def _planned(path: Path, config: dict[str, Any], *, complete: bool) -> int:
     return planned
 
 
-def _read_lines(path: Path, *, whole: bool, size: int | None) -> list[dict[str, Any]]:
+def _read_lines(path: Path, *, whole: bool, size: int | None = None) -> list[dict[str, Any]]:
     _require(path.exists() or not whole, path.name, "is missing")
     *lines, rest = files.read(path)[:size].split(b"\n") if path.exists() else [b""]
     _require(not (rest and whole), path.name, f"ends in the middle of line {len(lines) + 1}")
