@@ -32,8 +32,8 @@ def can_redraw(stream: TextIO) -> bool:
     return stream.isatty() and _encoding(stream).lower().startswith("utf") and os.environ.get("TERM") not in _SIMPLE
 
 
-def make_console(stream: TextIO, *, colours: bool = True, width: int | None = None) -> Console:
-    """A console of rich that redraws the stream in place, if it has colours."""
+def make_console(stream: TextIO, *, width: int | None = None) -> Console:
+    """A console of rich that redraws the stream in place."""
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
 
@@ -45,7 +45,7 @@ def make_console(stream: TextIO, *, colours: bool = True, width: int | None = No
                 plain = segment.control or segment.text.isprintable()
                 yield segment if plain else Segment(visible(segment.text), segment.style)
 
-    return SafeConsole(file=stream, force_terminal=colours, width=width, highlight=False)
+    return SafeConsole(file=stream, force_terminal=True, width=width, highlight=False)
 
 
 def say(text: str = "", *, error: bool = False) -> None:
@@ -59,13 +59,8 @@ def write_line(stream: TextIO, text: str) -> None:
     A further line of it, which may be a stranger's, cannot begin as our messages do.
     """
     shown = visible(text.expandtabs(4).replace("\r\n", "\n"))
-    write_drawn(stream, shown.replace("\nbapo:", "\n  bapo:"))
-
-
-def write_drawn(stream: TextIO, text: str) -> None:
-    """Write what a console of `make_console` drew into memory. Letters that the stream lacks become question marks."""
     encoding = _encoding(stream)
-    stream.write(text.encode(encoding, errors="replace").decode(encoding) + "\n")
+    stream.write(shown.replace("\nbapo:", "\n  bapo:").encode(encoding, errors="replace").decode(encoding) + "\n")
     stream.flush()
 
 

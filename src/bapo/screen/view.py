@@ -26,7 +26,6 @@ from statistics import fmean
 from threading import RLock, Thread
 from typing import Any, Self, TextIO
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -34,7 +33,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bapo.screen.steady import SteadyLive, unechoed
-from bapo.screen.terminal import aligned, can_redraw, eta, make_console, printable, write_line
+from bapo.screen.terminal import aligned, can_redraw, eta, make_console, printable, say, write_line
 from bapo.screen.watch import ActorLine, OnScreen, Tell, in_lines
 
 SHOWN = {
@@ -117,20 +116,9 @@ def make_view(
     return LiveView(total_steps, title=title, console=make_console(stream), clock=clock, samples=samples)
 
 
-def summary_table(title: str, rows: Sequence[tuple[str, str, str]], *, stream: TextIO | None = None) -> None:
+def summary_table(title: str, rows: Sequence[tuple[str, str, str]]) -> None:
     """Print a small table of (name, before, after), for the end of a run."""
-    stream = stream or sys.stdout
-    lines = [tuple(printable(cell, newline=" ") for cell in row) for row in (("", "before", "after"), *rows)]
-    if not can_redraw(stream):
-        for text in (printable(title), *(f"  {row}" for row in aligned(lines))):
-            write_line(stream, text)
-        return
-    table = Table(box=box.ROUNDED, title=Text(printable(title), "bold"), title_justify="left", border_style="dim")
-    for heading, justify, style in zip(lines[0], ("left", "right", "right"), ("", "", "bold green"), strict=True):
-        table.add_column(Text(heading), justify=justify, style=style)  # type: ignore[arg-type]
-    for line in lines[1:]:
-        table.add_row(*map(Text, line))
-    make_console(stream).print(table)
+    say("\n".join([title, *(f"  {row}" for row in aligned([("", "before", "after"), *rows]))]))
 
 
 class View:

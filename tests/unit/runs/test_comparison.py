@@ -120,8 +120,8 @@ def test_several_arms_are_grouped_by_what_can_be_said_of_them():
     names = ["grpo", "bapo", "dcpo", "push-once", "sapo", "topr", "cispo", "gspo"]
     assert verdict(listed, names).lines == [
         "push-once and dcpo beat grpo (+0.050 ± 0.000, +0.020 ± 0.000 avg@8 over 5 seeds); sapo falls short of it "
-        "(-0.030 ± 0.000); bapo cannot be told apart from it (+0.000 ± 0.088); topr has too few seeds to be compared with it "
-        "(+0.100 over 1 seed); cispo and gspo have no score in a seed of it."
+        "(-0.030 ± 0.000); bapo cannot be told apart from it (+0.000 ± 0.088); topr has too few seeds to be compared "
+        "with it (+0.100 over 1 seed); cispo and gspo have no score in a seed of it."
     ]
 
 

@@ -79,8 +79,9 @@ def test_every_way_to_print_shows_control_characters(capsys):
     with view:
         view.note(EVIL)
         view.sample(EVIL, EVIL, 1.0)
-    summary_table(EVIL, [(EVIL, "1", "2")], stream=stream)
     assert_tame(stream.getvalue())
+    summary_table(EVIL, [(EVIL, "1", "2")])
+    assert_tame(capsys.readouterr().out)
 
 
 def test_what_rich_draws_shows_control_characters_and_keeps_its_own():
