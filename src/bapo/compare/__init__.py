@@ -20,7 +20,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 
 from bapo.compare.grid import Cell, Grid, Job, State, load_grid
 from bapo.compare.jobs import default_parallel, execute, make_plan, threads_for
-from bapo.compare.progress import Progress
+from bapo.compare.progress import GridView
 from bapo.config.command_line import option
 from bapo.config.errors import ConfigError
 from bapo.config.numerals import counted
@@ -107,7 +107,7 @@ def compare(
     with files.held(grid.out / "lock", busy=busy) as lock:
         jobs = _chosen(make_plan(grid), only)  # again, now that no other process can change it
         write_json(grid.out / "grid.json", grid.record())
-        with Progress(grid, jobs, parallel, stream) as progress:
+        with GridView(grid, jobs, parallel, stream) as progress:
             stopped = execute(
                 jobs,
                 log=grid.out / "runs.jsonl",

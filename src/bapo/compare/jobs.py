@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo.compare.grid import Cell, Grid, Job, State
-from bapo.compare.progress import Progress
+from bapo.compare.progress import GridView
 from bapo.config.errors import OUT_OF_MEMORY, ConfigError
 from bapo.config.placement import available_cores
 from bapo.config.words import flat
@@ -130,7 +130,7 @@ def execute(
     parallel: int,
     threads: int,
     retry: bool,
-    progress: Progress,
+    progress: GridView,
 ) -> bool:
     """Run every waiting job to its end, with `retry` damaged ones, too. Returns whether the user stopped it."""
     for job in jobs:
@@ -192,7 +192,7 @@ def _start(job: Job, lock: int, threads: int) -> _Process | None:
     return _Process(job, handle, time.monotonic(), log_began)
 
 
-def _settle(process: _Process, *, retry: bool, stopping: bool, progress: Progress) -> None:
+def _settle(process: _Process, *, retry: bool, stopping: bool, progress: GridView) -> None:
     """Set the state of a job whose process has ended: from its directory first, then from the exit code."""
     job, code = process.job, process.handle.returncode
     found = read_run(job.cell.path)
@@ -209,7 +209,7 @@ def _settle(process: _Process, *, retry: bool, stopping: bool, progress: Progres
         job.state, job.note = State.FAILED, f"exit code {code}, {job.log}\n{_tail(process)}"
 
 
-def _begin_again(job: Job, progress: Progress) -> None:
+def _begin_again(job: Job, progress: GridView) -> None:
     """Set a damaged run aside and let its job wait to start from the beginning."""
     path, number = job.cell.path, 1
     while (place := path.with_name(f"{path.name}.damaged-{number}")).exists():  # `is_set_aside` knows these names

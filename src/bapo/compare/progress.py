@@ -42,7 +42,7 @@ STYLES = {
 }
 
 
-class Progress:
+class GridView:
     """A table that is redrawn in place if the stream is a terminal, otherwise lines."""
 
     def __init__(

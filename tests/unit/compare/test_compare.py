@@ -13,7 +13,7 @@ import pytest
 from bapo.compare import collect, compare, load_grid, table_lines
 from bapo.compare.grid import State
 from bapo.compare.jobs import default_parallel, make_plan, threads_for
-from bapo.compare.progress import Progress
+from bapo.compare.progress import GridView
 from bapo.config.errors import ConfigError
 from bapo.config.placement import available_cores
 from bapo.config.words import merged
@@ -422,7 +422,7 @@ def test_the_eta_is_the_updates_left_at_the_rate_so_far(tmp_path):
     jobs = make_plan(grid)
     now = [100.0]
     stream = io.StringIO()
-    progress = Progress(grid, jobs, 2, stream, clock=lambda: now[0])
+    progress = GridView(grid, jobs, 2, stream, clock=lambda: now[0])
     assert progress.remaining() == ""
     jobs[0].state, jobs[0].step, jobs[0].before = State.FINISHED, 10, 10  # of an earlier session: no evidence of speed
     jobs[1].state, jobs[1].step, jobs[1].before = State.RUNNING, 8, 3
@@ -443,7 +443,7 @@ def test_the_live_table_shows_every_run_or_those_that_matter(tmp_path, monkeypat
     (jobs[7].cell.path / "metrics.jsonl").write_text('{"kind": "update", "entropy": 0.4321}\n')
     stream = io.StringIO()
     monkeypatch.setattr("bapo.compare.progress.can_redraw", lambda stream: True)
-    with Progress(grid, jobs, 2, stream) as progress:
+    with GridView(grid, jobs, 2, stream) as progress:
         progress.look()
         progress.changed(jobs[9])
     shown = stream.getvalue()
