@@ -4,13 +4,13 @@ The first two have one row per arm. A cell is a value to sort by, its text, and 
 `bapo sft` have no rewards, bounds or staleness, so they are not rows of the overview.
 
 A run records of each actor of a cluster its restarts only (history.jsonl). Everything else in its logs is about all
-rollout actors together, so that section has a table with one row per run, and one with a row per restarted actor.
+rollout actors together, so that section has a table with one row per run, and one with a row per restart.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bapo.pages import number
@@ -21,12 +21,8 @@ from bapo.runs.statistics import (
     FEWEST_SEEDS,
     aggregate,
     estimate,
-    first_and_last,
     mean,
     measures,
-    sampled_responses,
-    stop_shares,
-    update_means,
     worst,
 )
 from bapo.screen.terminal import shortened
@@ -62,16 +58,16 @@ CLUSTER_RUNS = (
     ("Log-prob gap", "Largest difference between an engine and the learner after new weights were loaded, in nats"),
     ("Restarts", "Of rollout actors and of the learner, through every resume"),
 )
-RESTARTED_ACTORS = (
+RESTARTS = (
     ("Run", "Objective, setting and seed"),
     ("Actor", "A rollout actor, or all learner ranks together"),
-    ("Restarts", "How often it was started again"),
-    ("After step", "Completed steps of the run at each restart"),
+    ("After step", "Completed steps of the run"),
     ("Responses", "Unfinished responses that it had; they went on elsewhere"),
     ("Updates", "Updates that the learner took again"),
-    ("Last reason", "Why it was started again the last time"),
+    ("Reason", "Why it was started again"),
 )
 UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+MOST_RESTARTS = 50  # of each run; history.jsonl has all
 LONGEST = 240  # characters of the reason of a restart that are shown; history.jsonl has it all
 
 
@@ -114,7 +110,7 @@ def _make_table(columns: Mapping[str, str], arms: Mapping[int, Arm]) -> Table:
     caption = [*_of_seeds([len(arm.runs) for arm in arms.values()]), *["Click a heading to sort."] * (len(arms) > 1)]
     rows = []
     for index, arm in arms.items():
-        facts = [_facts(run) for run in arm.runs]
+        facts = [measures(run) for run in arm.runs]
         cells = {
             key: CELLS[key](arm, facts) if key in CELLS else _estimate_cell(facts, key, before=f"{key}_before")
             for key in columns
@@ -135,36 +131,6 @@ def _of_seeds(counts: Sequence[int]) -> list[str]:
     if 2 in counts:
         said.append("Two seeds are too few for an interval, so they have a mean only.")
     return said
-
-
-def _facts(run: Run) -> dict[str, float]:
-    """What the tables say about one run. An unfinished run has no score after training."""
-    facts = {
-        **(measures(run) if run.summary else {}),
-        **update_means(run),
-        **stop_shares(run),
-        **_ends(run, "share", "share"),
-        **_ends(run, "imitation/loss", "loss"),
-        "updates": float(len(run.updates)),
-        "tokens": sum(run.series("tokens")),
-        "seconds": sum(logged(run.timing, "seconds")),
-    }
-    if not run.summary and run.evals and run.evals[0]["step"] == 0:
-        first = run.evals[0]
-        before = {"avg_before": "eval/avg", "pass_before": "eval/pass", "entropy_before": "eval/entropy"}
-        facts |= {name: float(first[key]) for name, key in before.items() if isinstance(first.get(key), int | float)}
-    for name, key in (("max_grad_norm", "grad_norm"), ("staleness_max", "staleness_max")):
-        if series := run.series(key):
-            facts[name] = worst(series)
-    if responses := sampled_responses(run):
-        facts["responses"] = float(responses[-1])
-    return facts
-
-
-def _ends(run: Run, key: str, name: str) -> dict[str, float]:
-    """`NAME_first` and `NAME_last`: means of a metric over the first and the last tenth of the updates that have it."""
-    series = run.series(key)
-    return dict(zip((f"{name}_first", f"{name}_last"), first_and_last(series), strict=True)) if series else {}
 
 
 def _of(facts: Facts, key: str) -> list[float]:
@@ -278,18 +244,18 @@ def cluster_tables(arms: Sequence[Arm]) -> dict[str, Any] | None:
     ]
     if not runs:
         return None
-    restarted = [row for name, run in runs for row in _restarted(name, run)]
+    restarted = [row for name, run in runs for row in list(_restarted(name, run))[-MOST_RESTARTS:]]
     first = 0 if sum(len(arm.runs) for arm in arms) > 1 else 1  # a single run needs no name
     tables = [
         {
             "headings": [list(column) for column in columns[first:]],
             "rows": [row[first:] for row in rows],
-            "told": columns is RESTARTED_ACTORS,
+            "told": columns is RESTARTS,
         }
-        for columns, rows in ((CLUSTER_RUNS, [_row(*named) for named in runs]), (RESTARTED_ACTORS, restarted))
+        for columns, rows in ((CLUSTER_RUNS, [_row(*named) for named in runs]), (RESTARTS, restarted))
         if rows
     ]
-    told = "No actor was restarted." if not restarted else "The second table has the actors that were restarted."
+    told = "No actor was restarted." if not restarted else "The second table has the restarts."
     return {
         "caption": "Rollout actors sample and learner ranks learn, in processes of their own. A run records the "
         f"restarts of each actor, and the other numbers for all of them together. {told}",
@@ -300,8 +266,9 @@ def cluster_tables(arms: Sequence[Arm]) -> dict[str, Any] | None:
 def _row(name: str, run: Run) -> list[str]:
     config = run.config["cluster"]
     gaps = logged(run.rollouts, "rollout/probe_gap")
+    seconds = sum(logged(run.timing, "seconds"))
     sampled, speed = (_over_time(run, key) for key in ("sampling_share", "tokens_per_second"))
-    waited = _over_time(run, "rollout_seconds", each_second=False)
+    waited = sum(logged(run.timing, "rollout_seconds")) / seconds if seconds else None
     return [
         name,
         f"{config['rollouts']} × {config['engine']}",
@@ -313,35 +280,17 @@ def _row(name: str, run: Run) -> list[str]:
     ]
 
 
-def _over_time(run: Run, key: str, *, each_second: bool = True) -> float | None:
-    """The mean of a figure over the seconds of training; None if it is not logged. A figure that is not `each_second`
-    is a number of seconds of its step."""
-    logged = [line for line in run.timing if all(isinstance(line.get(name), int | float) for name in (key, "seconds"))]
-    seconds = sum(line["seconds"] for line in logged)
-    if not seconds:
-        return None
-    return float(sum(line[key] * (line["seconds"] if each_second else 1) for line in logged) / seconds)
+def _over_time(run: Run, key: str) -> float | None:
+    """The mean of a figure over the seconds of training; None if it is not logged."""
+    timed = [line for line in run.timing if all(isinstance(line.get(name), int | float) for name in (key, "seconds"))]
+    seconds = sum(line["seconds"] for line in timed)
+    return float(sum(line[key] * line["seconds"] for line in timed) / seconds) if seconds else None
 
 
-def _restarted(name: str, run: Run) -> list[list[str]]:
-    """One row per actor that was restarted, by name."""
-    lines: dict[str, list[dict[str, Any]]] = {}
+def _restarted(name: str, run: Run) -> Iterator[list[str]]:
+    """One row per restart."""
     for line in history.read(run.path):
         if line.get("event") == "restart":
-            lines.setdefault(str(line.get("who")), []).append(line)
-    by_length = sorted(lines.items(), key=lambda item: (len(item[0]), item[0]))  # rollout 2 before rollout 10
-    return [[name, *_actor(*item)] for item in by_length]
-
-
-def _actor(who: str, lines: Sequence[dict[str, Any]]) -> list[str]:
-    def total(key: str) -> str:
-        return str(sum(value for line in lines if isinstance(value := line.get(key), int)) or "")
-
-    return [
-        "learner ranks" if who == history.LEARNER else who,
-        str(len(lines)),
-        ", ".join(dict.fromkeys(str(line.get("step", "–")) for line in lines)),
-        total("responses"),
-        total("updates"),
-        shortened(str(lines[-1].get("why", "")), LONGEST),
-    ]
+            who = "learner ranks" if line.get("who") == history.LEARNER else str(line.get("who"))
+            counts = (str(line.get(key, "")) for key in ("step", "responses", "updates"))
+            yield [name, who, *counts, shortened(str(line.get("why", "")), LONGEST)]

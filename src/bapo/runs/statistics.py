@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from statistics import fmean, stdev
 from typing import Any
 
-from bapo.runs.read import STOP_REASONS, Run
+from bapo.runs.read import STOP_REASONS, Run, logged
 
 FEW_RESPONSES = 100  # fewer responses say little about a share of them
 FEWEST_SEEDS = 3
@@ -21,35 +21,47 @@ MOSTLY_CUT_OFF = 0.75
 
 
 def measures(run: Run) -> dict[str, float]:
-    """The measures of a finished run, one number each; measures that the run does not have are absent.
+    """The measures of a run, one number each; those that it does not have, or does not have yet, are absent.
 
     avg, pass, entropy: on held-out problems after training (`_before`: before training). problems: how many these are.
-    avg_reach: how far avg's own 95% interval over problems reaches. max_grad_norm: the largest of all updates.
-    share, staleness, clip_fraction: see `update_means`. stop_start, …: see `stop_shares`. avg_at_T, pass_at_T: avg and
-    pass at a further temperature T of eval.also_at. responses: see `sampled_responses`, after the last step.
+    avg_reach: how far avg's own 95% interval over problems reaches. avg_at_T, pass_at_T: at a further temperature T of
+    eval.also_at. max_grad_norm, staleness_max: the largest of all updates. share, staleness, clip_fraction: means over
+    all updates that logged them, each with the same weight. share_first, share_last: over the first and the last tenth.
+    stop_start, …: see `stop_shares`. responses: see `sampled_responses`, after the last step. updates, tokens, seconds.
 
-    A supervised run has held_out, perplexity and accuracy (`_before`: before training), max_grad_norm, updates and
-    training_seconds.
+    A supervised run has held_out, perplexity and accuracy (`_before`: before training), loss_first and loss_last, and
+    what it shares with others.
     """
-    values = _held_out_losses(run) if run.sft else _scores(run)
-    if norms := run.series("grad_norm"):
-        values["max_grad_norm"] = worst(norms)
-    values |= {"updates": len(run.updates), "training_seconds": run.summary["training_seconds"]}
+    values: dict[str, float | None] = dict(_held_out_losses(run) if run.sft else _scores(run))
+    for key, name in (("share", "share"), ("staleness_mean", "staleness"), ("clip_fraction", "clip_fraction")):
+        values[name] = mean(series) if (series := run.series(key)) else None
+    for key, name in (("grad_norm", "max_grad_norm"), ("staleness_max", "staleness_max")):
+        values[name] = worst(series) if (series := run.series(key)) else None
+    for key, name in (("share", "share"), ("imitation/loss", "loss")):
+        if series := run.series(key):
+            values[f"{name}_first"], values[f"{name}_last"] = first_and_last(series)
+    responses = sampled_responses(run)
+    values |= stop_shares(run) | {"responses": responses[-1] if responses else None}
+    values |= {"updates": len(run.updates), "tokens": sum(run.series("tokens"))}
+    values["seconds"] = sum(logged(run.timing, "seconds"))
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
-def _scores(run: Run) -> dict[str, float | None]:
-    before, after = run.summary["before"], run.summary["after"]
-    values: dict[str, float | None] = {
-        **{name: after.get(f"eval/{name}") for name in ("avg", "pass", "entropy", "length", "problems")},
-        **{f"{name}_before": before.get(f"eval/{name}") for name in ("avg", "pass", "entropy")},
-        "avg_reach": max(_reach(before), _reach(after)),
-    }
-    for other in run.summary["also_at"]:
-        values |= {f"{name}_at_{other['temperature']:g}": other["after"][f"eval/{name}"] for name in ("avg", "pass")}
-    if responses := sampled_responses(run):
-        values["responses"] = responses[-1]
-    return values | update_means(run) | stop_shares(run)
+def _scores(run: Run) -> Iterator[tuple[str, float | None]]:
+    """Those of the evaluations. An unfinished run may have one before training."""
+    first = run.summary.get("before") or (run.evals[0] if run.evals and run.evals[0]["step"] == 0 else {})
+    yield from ((f"{name}_before", _number(first, name)) for name in ("avg", "pass", "entropy"))
+    if run.summary:
+        after = run.summary["after"]
+        yield from ((name, _number(after, name)) for name in ("avg", "pass", "entropy", "length", "problems"))
+        yield "avg_reach", max(_reach(first), _reach(after))
+    for other in run.summary.get("also_at", ()):
+        yield from ((f"{name}_at_{other['temperature']:g}", _number(other["after"], name)) for name in ("avg", "pass"))
+
+
+def _number(line: Mapping[str, Any], name: str) -> float | None:
+    value = line.get(f"eval/{name}")
+    return value if isinstance(value, int | float) else None
 
 
 def _reach(line: Mapping[str, Any]) -> float:
@@ -58,11 +70,11 @@ def _reach(line: Mapping[str, Any]) -> float:
     return max(high - avg, avg - low)
 
 
-def _held_out_losses(run: Run) -> dict[str, float | None]:
+def _held_out_losses(run: Run) -> Iterator[tuple[str, float]]:
     names = {"held_out": "loss", "perplexity": "perplexity", "accuracy": "accuracy"}
-    lines = {"_before": run.summary["before"], "": run.summary["after"]}
-    scored = {suffix: line for suffix, line in lines.items() if line is not None}
-    return {f"{n}{suffix}": line[f"held_out/{key}"] for suffix, line in scored.items() for n, key in names.items()}
+    for suffix, when in (("_before", "before"), ("", "after")):
+        if line := run.summary.get(when):
+            yield from ((f"{name}{suffix}", line[f"held_out/{key}"]) for name, key in names.items())
 
 
 def sampled_responses(run: Run) -> list[int] | None:
@@ -80,12 +92,6 @@ def sampled_responses(run: Run) -> list[int] | None:
             return None
         totals.append(totals[-1] + groups * int(run.config["rollout"]["responses"]) + dropped)
     return totals
-
-
-def update_means(run: Run) -> dict[str, float]:
-    """share, staleness, clip_fraction: means over all updates that logged them, each update with the same weight."""
-    keys = {"share": "share", "staleness_mean": "staleness", "clip_fraction": "clip_fraction"}
-    return {name: mean(series) for key, name in keys.items() if (series := run.series(key))}
 
 
 def stop_shares(run: Run) -> dict[str, float]:

@@ -171,11 +171,12 @@ def test_only_runs_on_a_cluster_have_a_section_about_it(compared, tmp_path):
         record_restart(run, restart, step=step)
     broken = contents(find_arms([run]))["cluster"]
     assert broken["tables"][0]["rows"][0][-1] == "3"
-    learner, actor = broken["tables"][1]["rows"]
-    assert learner == ["learner ranks", "1", "2", "", "4", "rank 0 hangs"]
-    assert actor[:5] == ["rollout 1", "2", "1, 2", "5", ""]
-    assert actor[5].startswith("the actor died: xxx")
-    assert len(actor[5]) == 240
+    silent, dead, learner = broken["tables"][1]["rows"]
+    assert silent == ["rollout 1", "1", "3", "", "it was silent for 60 s"]
+    assert dead[:4] == ["rollout 1", "2", "2", ""]
+    assert dead[4].startswith("the actor died: xxx")
+    assert len(dead[4]) == 240
+    assert learner == ["learner ranks", "2", "", "4", "rank 0 hangs"]
 
 
 def with_scores(compared, root, **scores):
