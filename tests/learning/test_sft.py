@@ -118,14 +118,14 @@ def embedded(path):
 @pytest.mark.parametrize(
     ("name", "change", "reason"),
     [
-        ("summary.json", lambda text: "{}", "lacks the held-out loss before training"),
+        ("summary.json", lambda text: "{}", "lacks a score before"),
         ("summary.json", lambda text: text.replace('"training_seconds": ', '"training": '), "training_seconds"),
         ("summary.json", lambda text: text.replace('"updates": 480', '"updates": 479'), "has 480 updates"),
         ("data.json", lambda text: text.replace('"updates"', '"update"'), "how many updates"),
         ("config.json", lambda text: text.replace('"epochs": 60', '"epochs": 0'), "epochs = 0"),
         ("metrics.jsonl", lambda text: text.replace('"kind": "imitation"', '"kind": "update"'), "unknown kind"),
         ("metrics.jsonl", lambda text: text.replace('"step": 7,', '"step": 8,'), "skips or repeats a step"),
-        ("metrics.jsonl", lambda text: "".join(text.splitlines(keepends=True)[1:]), "lacks a measurement"),
+        ("metrics.jsonl", lambda text: "".join(text.splitlines(keepends=True)[1:]), "lacks a score before"),
         ("timing.jsonl", lambda text: "", "has 0 of 480 steps"),
     ],
 )

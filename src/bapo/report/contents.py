@@ -95,30 +95,25 @@ def _shown(config: dict[str, Any]) -> dict[str, Any]:
 def _title(arms: Sequence[Arm]) -> str:
     """Which runs these are, and of which model on which task: `quick: demo on countdown`.
 
-    Supervised runs are not compared, so the title only mentions them.
+    Supervised runs beside others are only mentioned.
     """
     compared = [arm for arm in arms if not arm.sft]
     if compared and len(compared) < len(arms):
         return f"{_title(compared)}, with supervised runs"
     if not arms:
         return "No runs"
-    named = {
-        "models": _unique(Path(arm.config["model"]["path"]).name for arm in arms),
-        "tasks": _unique(_task(arm.config) for arm in arms),
-    }
+    models = _unique(Path(arm.config["model"]["path"]).name for arm in arms)
+    tasks = _unique(_task(arm.config) for arm in arms)
+    named = {"models": models, "tasks": tasks}
     about = " on ".join(f"{len(names)} {kind}" if names[2:] else " and ".join(names) for kind, names in named.items())
-    settings, objectives = _unique(arm.setting for arm in arms), _unique(arm.objective for arm in arms)
-    record = grid_record(arms)
-    if len(arms) == len(arms[0].runs) == 1:
-        how = "supervised" if arms[0].sft else f"{objectives[0]}, {settings[0]}"  # its place in a grid says it, too
-        return f"{run_name(arms[0].runs[0])}: {about}{f', {how}' if record is None else ''}"
-    grid = (record or {}).get("name") if len(arms) > 1 else None
-    if isinstance(grid, str) and grid:
-        return f"{grid}: {about}"
-    if len(objectives) == 1:
-        which = f"{objectives[0]} in {len(settings)} settings" if settings[1:] else f"{objectives[0]}, {settings[0]}"
-        return f"{which}: {about}"
-    return f"{(' against ' if len(objectives) == 2 else ', ').join(objectives)}: {about}"
+    objectives, record = _unique(arm.objective for arm in arms), grid_record(arms) or {}
+    if sum(len(arm.runs) for arm in arms) == 1:
+        name = run_name(arms[0].runs[0])
+    elif len(arms) > 1 and isinstance(record.get("name"), str) and record["name"]:
+        name = record["name"]
+    else:
+        name = ", ".join([*objectives, *(_unique(arm.setting for arm in arms) if len(objectives) == 1 else ())])
+    return f"{name}: {about}"
 
 
 def _task(config: dict[str, Any]) -> str:

@@ -293,38 +293,26 @@ def _steps(run: Run) -> dict[str, list[Any]]:
 
 def _check_summary(run: Run) -> None:
     """Check that a finished run has every step, and that its summary agrees with its log."""
-    (_check_sft_summary if run.sft else _check_evaluations)(run)
+    summary, others = run.summary, run.summary.get("also_at", [])
+    unscored = run.sft and not run.evals and all(summary.get(when, "") is None for when in SCORED)  # nothing held out
+    scored = all(_is_scored(summary.get(when), run) and summary[when] in run.evals for when in SCORED)
+    apart = isinstance(others, list) and all(
+        _has_numbers(pair, "temperature") and all(_is_scored(pair.get(when), run) for when in SCORED) for pair in others
+    )
+    _require(unscored or scored, "summary.json", "lacks a score before or after training that metrics.jsonl has")
+    _require(apart, "summary.json", "has an entry in also_at that is not a pair of evaluations")
     for name, steps in _steps(run).items():
         done = f"{len(steps)} of {run.planned} steps"
         _require(len(steps) == run.planned, name, f"has {done}, though the run is complete")
-    timed, updates = _has_numbers(run.summary, "training_seconds"), run.summary.get("updates")
+    timed, updates = _has_numbers(summary, "training_seconds"), summary.get("updates")
     _require(timed, "summary.json", "has training_seconds that are not a number")
     _require(updates == len(run.updates), "metrics.jsonl", f"has {len(run.updates)} updates, summary.json {updates}")
 
 
-def _check_sft_summary(run: Run) -> None:
-    """Check the held-out losses before and after; they are None if nothing was held out."""
-    for when in SCORED:
-        line = run.summary.get(when)
-        if line is None and not run.evals and when in run.summary:
-            continue
-        scored = _has_numbers(line, "held_out/loss", "held_out/perplexity", "held_out/accuracy")
-        _require(scored, "summary.json", f"lacks the held-out loss {when} training")
-        _require(line in run.evals, "metrics.jsonl", "lacks a measurement that summary.json has")
-
-
-def _check_evaluations(run: Run) -> None:
-    """Check the evaluations before and after training, at every temperature."""
-    scored, others = [run.summary.get(when) for when in SCORED], run.summary.get("also_at")
-    pairs: list[Any] = others if isinstance(others, list) else [None]
-    apart = all(_has_numbers(p, "temperature") and all(_is_evaluation(p.get(w)) for w in SCORED) for p in pairs)
-    _require(all(map(_is_evaluation, scored)), "summary.json", "lacks the evaluation before or after training")
-    _require(apart, "summary.json", "has an entry in also_at that is not a pair of evaluations")
-    _require(all(line in run.evals for line in scored), "metrics.jsonl", "lacks an evaluation that summary.json has")
-
-
-def _is_evaluation(line: Any) -> bool:
+def _is_scored(line: Any, run: Run) -> bool:
     """Whether a line has the numbers of an evaluation. Some engines know no entropy."""
+    if run.sft:
+        return _has_numbers(line, "held_out/loss", "held_out/perplexity", "held_out/accuracy")
     wanted = ("eval/avg", "eval/avg_low", "eval/avg_high", "eval/pass", "eval/length", "eval/problems")
     return _has_numbers(line, *wanted) and isinstance(line.get("eval/entropy"), int | float | None)
 

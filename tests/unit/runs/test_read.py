@@ -98,7 +98,7 @@ def test_an_unfinished_run_is_a_problem_unless_asked_for(run):
     ("name", "change", "reason"),
     [
         ("summary.json", lambda text: text[: len(text) // 2], "summary.json is not JSON"),
-        ("summary.json", lambda text: "{}", "lacks the evaluation"),
+        ("summary.json", lambda text: "{}", "lacks a score"),
         ("summary.json", lambda text: "[" * 100_000, "summary.json is not JSON"),
         ("summary.json", lambda text: text.replace('"temperature": 0.6', '"temp": 0.6'), "also_at"),
         ("summary.json", lambda text: with_values(text, training_seconds="long"), "training_seconds"),
@@ -112,7 +112,7 @@ def test_an_unfinished_run_is_a_problem_unless_asked_for(run):
         ("config.json", lambda text: "7", "config.json is not a JSON object"),
         ("metrics.jsonl", lambda text: text[:-20], "metrics.jsonl ends in the middle of line"),
         ("metrics.jsonl", lambda text: without(text, lambda line: line["kind"] == "update"), "has 0 updates, summary"),
-        ("metrics.jsonl", lambda text: without(text, lambda line: line["step"] == 0), "lacks an evaluation"),
+        ("metrics.jsonl", lambda text: without(text, lambda line: line["step"] == 0), "lacks a score"),
         ("metrics.jsonl", lambda text: text.replace('"kind": "rollout"', '"kind": "roll"'), "unknown kind"),
         ("metrics.jsonl", lambda text: text.replace('"step": 2', '"step": 3'), "skips or repeats a step"),
         ("metrics.jsonl", lambda text: "\0" * len(text), "ends in the middle"),
