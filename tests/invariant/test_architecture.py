@@ -47,7 +47,7 @@ MAY_IMPORT = {
         )
     },
     "diagnose": {"core", "config.errors", "config.numerals", "pages", "runs.files", "screen.terminal"},
-    "compare": {"config", "process", "runs", "screen.terminal"},
+    "compare": {"config", "process", "runs", "screen"},
     "report": {"types", "config", "pages", "runs", "screen.terminal"},
     "preflight": {"types", "config", "core.settings", "demo", "runs", "tasks"},
     "train": {
