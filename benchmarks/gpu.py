@@ -5,9 +5,9 @@
     python benchmarks/gpu.py learner step --json gpu.json
     python benchmarks/gpu.py --tiny                     very small sizes, even on CPU: tests the script, not speed
 
-    engine    tokens/s of GraphEngine, 64 prompt + 512 new tokens per row, against transformers `generate` (over 48 new
-              tokens, because it is slow), `generate` with its static, compiled cache (at --static-batches), and the
-              rate at which memory can deliver weights, keys and values; and once with ragged lengths
+    engine    tokens/s of GraphEngine in each of --precisions, 64 prompt + 512 new tokens per row, against the rate at
+              which memory can deliver weights, keys and values, and (at --generate-batches) transformers `generate`
+              over 48 new tokens, because it is slow, and with its static, compiled cache; and with ragged lengths
     learner   tokens/s (prompts count, padding does not) and peak memory of updates of 64 responses, lognormal lengths
               64 to 4,096, vocabulary 151,936, against padding + full logits, and TRL's GRPOTrainer on the same
               responses
@@ -31,6 +31,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -48,7 +49,7 @@ from bapo.learn import head, optimizer
 from bapo.learn.learner import Learner
 from bapo.learn.learner_settings import LearnerSettings
 from bapo.models.layers import LoraSettings, add_lora
-from bapo.rollout.engine import Engine, Request, Sampling, generate
+from bapo.rollout.engine import Engine, Precision, Request, Sampling, generate
 from bapo.types import Group
 
 SECTIONS = ("engine", "learner", "bounds", "step")
@@ -57,11 +58,11 @@ SECTIONS = ("engine", "learner", "bounds", "step")
 # --------------------------------------------------------------------------------------------------------- engine
 
 
-def our_engine(model: Any, slots: int) -> Engine:
+def our_engine(model: Any, slots: int, precision: Precision = "model") -> Engine:
     if model.device.type == "cuda":
         from bapo.rollout.cuda.engine import GraphEngine
 
-        engine: Engine = GraphEngine(model, slots=slots)
+        engine: Engine = GraphEngine(model, slots=slots, precision=precision)
     else:
         from bapo.rollout.local.engine import LocalEngine
 
@@ -70,11 +71,13 @@ def our_engine(model: Any, slots: int) -> Engine:
     return engine
 
 
-def measure_engine(model: Any, slots: int, requests: list[Request], budget_s: float = 8.0) -> dict[str, Any]:
+def measure_engine(
+    model: Any, slots: int, requests: list[Request], budget_s: float = 8.0, precision: Precision = "model"
+) -> dict[str, Any]:
     """Generate once to warm up, shortened if possible, then up to three times in full, none begun after `budget_s`."""
     device = model.device.type
     peak = Peak()
-    engine = our_engine(model, slots)
+    engine = our_engine(model, slots, precision)
     ragged = len({r.max_new_tokens for r in requests}) > 1  # uses many batch sizes, each with its own graph
     budget = None if ragged else 4 * slots
     first, _ = timed(lambda: generate(engine, requests, Sampling(), token_budget=budget), device)
@@ -97,7 +100,7 @@ def engine_section(report: Report, sizes: Sizes, options: argparse.Namespace) ->
     bandwidth = workload.copy_bandwidth(options.device)
     print(f"  memory bandwidth of a large copy: {bandwidth / 1e12:.2f} TB/s")
     rows = [row for shape in sizes.shapes for row in engine_rows(report, shape, sizes, options, bandwidth)]
-    header = ["tokens/s", "ours", "generate", "static cache", "ours/generate", "ours/static", "bandwidth floor"]
+    header = ["tokens/s", *options.precisions, "bandwidth floor", "generate", "static cache", "ours/generate"]
     print("\n" + table(header, rows))
     slots = ragged_slots(sizes)
     print(f"ragged: {4 * slots} responses of lognormal length, at most {sizes.new}, over {slots} slots\n")
@@ -114,25 +117,33 @@ def engine_rows(
     model = make_model(shape, device, torch.bfloat16 if device == "cuda" else torch.float32)
     vocabulary = model.config.vocab_size
 
+    def ours(case: str, slots: int, requests: list[Request]) -> list[dict[str, Any]]:
+        def in_precision(precision: Precision) -> dict[str, Any]:
+            return measure_engine(model, slots, requests, precision=precision)
+
+        run = bind(report, "engine", case)
+        return [run(f"ours, {one}", partial(in_precision, one)) for one in options.precisions]
+
     def of_batch(batch: int) -> list[str]:
-        run = bind(report, "engine", f"{shape} x {batch}")
-        ours = run("ours", lambda: measure_engine(model, batch, workload.equal_requests(batch, sizes, vocabulary)))
-        plain = run("generate", lambda: references.generate(model, batch, sizes))
+        case = f"{shape} x {batch}"
+        found = ours(case, batch, workload.equal_requests(batch, sizes, vocabulary))
+        first, plain = found[0], dict[str, Any]()
         static: dict[str, Any] = {}
-        if batch in options.static_batches:
+        if batch in options.generate_batches:
+            run = bind(report, "engine", case)
+            plain = run("generate", lambda: references.generate(model, batch, sizes))
             static = run("generate, static cache", lambda: references.generate_static(model, batch, sizes))
         floor = workload.decode_floor(model, batch, sizes, bandwidth)
-        reached = f"{100 * ours['tokens_per_s'] / floor:.0f}% of {floor:,.0f}" if "tokens_per_s" in ours else "n/a"
-        rates = [count(numbers, "tokens_per_s") for numbers in (ours, plain, static)]
-        return [f"{shape} x {batch}", *rates, times(ours, plain), times(ours, static), reached]
+        reached = f"{100 * first['tokens_per_s'] / floor:.0f}% of {floor:,.0f}" if "tokens_per_s" in first else "n/a"
+        rates = [count(numbers, "tokens_per_s") for numbers in (plain, static)]
+        return [case, *(count(numbers, "tokens_per_s") for numbers in found), reached, *rates, times(first, plain)]
 
     def of_ragged(slots: int, group: int) -> list[str]:
         requests = workload.ragged_requests(4 * slots, sizes, vocabulary, group=group)
         case = f"{shape} ragged" if group == 1 else f"{shape} ragged, {group} per prompt"
-        ours = report.attempt("engine", case, "ours", lambda: measure_engine(model, slots, requests))
-        return [case, count(ours, "tokens_per_s"), "", "", "", "", ""]
+        return [case, *(count(numbers, "tokens_per_s") for numbers in ours(case, slots, requests)), "", "", "", ""]
 
-    ragged = [of_ragged(ragged_slots(sizes), group) for group in (1, sizes.group)]
+    ragged = [of_ragged(ragged_slots(sizes), group) for group in options.groups]
     return [*(of_batch(batch) for batch in sizes.batches), *ragged]
 
 
@@ -342,8 +353,18 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Sizes]:
     parser.add_argument("--ours", type=lambda s: s.split(";"), help="only these of our learners, by name, split by ;")
     parser.add_argument("--batches", type=integers, help="batch sizes of the engine section (64,256,1024)")
     parser.add_argument(
-        "--static-batches", type=integers, default=[256], help="batch sizes also measured with a static cache (256)"
+        "--generate-batches",
+        type=integers,
+        default=[256],
+        help="batch sizes of transformers' generate, 0 for none (256)",
     )
+    parser.add_argument(
+        "--precisions",
+        type=lambda s: s.split(","),
+        default=["model"],
+        help="of our engine: model,fp8,fp8-weights (model)",
+    )
+    parser.add_argument("--groups", type=integers, default=[1, 8], help="responses per prompt of ragged loads (1,8)")
     parser.add_argument("--micro-tokens", type=int, help="tokens per forward pass of our learner (16384; step: 20480)")
     parser.add_argument("--trl-rows", type=int, help="TRL's per_device_train_batch_size in the learner section (8)")
     parser.add_argument(

@@ -55,6 +55,10 @@ class RolloutConfig(Section):
     cache_tokens: int | None = Field(None, ge=1)
     """Most tokens whose keys and values the CUDA engine keeps at a time. If they are too few for all slots, the
     responses that came last wait. None: every slot has room for the longest response."""
+    precision: Literal["model", "fp8", "fp8-weights"] = "model"
+    """In what the CUDA engine multiplies layers. fp8: weights and states in eight bits, the fastest with many slots.
+    fp8-weights: weights alone, with the states' own bits. The sampler is then another policy than the learner's, and
+    the log-probs that are recorded are the sampler's. Needs bfloat16 weights and compute capability 8.9."""
 
     @property
     def sampling(self) -> dict[str, Any]:

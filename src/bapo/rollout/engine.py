@@ -13,13 +13,15 @@ engine stamps its version on every token, so there is never a doubt about which 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from bapo.types import Status
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+Precision = Literal["model", "fp8", "fp8-weights"]
+"""In what the layers are multiplied: the model's dtype, weights and states in eight bits, or the weights alone."""
 COLLECT_SECONDS = 1.0
 """How long a waiting caller lets the engine work before it looks at what was sampled."""
 QUIET_SECONDS = 600.0

@@ -139,6 +139,7 @@ def _workers(config: Config, policy: Policy, task: Task, team: Team) -> tuple[En
         parked=config.offpolicy.partial_cache,
         cache_tokens=config.rollout.cache_tokens,
         float32_head=config.model.float32_head,
+        precision=config.rollout.precision,
     )
     if team.size > 1:
         engine = SharedEngine(engine, team)

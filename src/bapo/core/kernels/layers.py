@@ -26,22 +26,29 @@ GATE_BLOCK = 1024
 
 
 @triton.jit
-def _norm(x, delta, gain, added, out, scales, width, eps, ADD: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def normed(x, delta, gain, added, row, width, eps, dtype, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """The norm of one row and 1 / its size, in float32. The row with its addition goes to `added`."""
     column = tl.arange(0, BLOCK)
     inside = column < width
-    dtype = out.dtype.element_ty
     value = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(delta + row * width + column, mask=inside, other=0.0).to(tl.float32)
         value = value.to(dtype).to(tl.float32)
         tl.store(added + row * width + column, value.to(dtype), mask=inside)
     scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / width + eps)
+    weight = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
+    return (value * scale).to(dtype).to(tl.float32) * weight, scale
+
+
+@triton.jit
+def _norm(x, delta, gain, added, out, scales, width, eps, ADD: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    dtype = out.dtype.element_ty
+    value, scale = normed(x, delta, gain, added, row, width, eps, dtype, ADD, BLOCK)
     if KEEP:
         tl.store(scales + row, scale)
-    normed = (value * scale).to(dtype).to(tl.float32)
-    weight = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + column, (normed * weight).to(dtype), mask=inside)
+    tl.store(out + row * width + column, value.to(dtype), mask=column < width)
 
 
 def add_norm(x: Tensor, delta: Tensor | None, gain: Tensor, eps: float) -> Tensor:
@@ -124,15 +131,20 @@ def warps_of(block: int) -> int:
 
 
 @triton.jit
+def opened(gated, row, width, column, dtype):
+    """silu(first half) * second half of a row at these columns, in float32."""
+    inside = column < width
+    opening = tl.load(gated + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gated + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    return (opening / (1.0 + tl.exp(-opening))).to(dtype).to(tl.float32) * up
+
+
+@triton.jit
 def _gate(gated, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
     dtype = out.dtype.element_ty
-    opening = tl.load(gated + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gated + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-    opened = (opening / (1.0 + tl.exp(-opening))).to(dtype).to(tl.float32)
-    tl.store(out + row * width + column, (opened * up).to(dtype), mask=inside)
+    tl.store(out + row * width + column, opened(gated, row, width, column, dtype).to(dtype), mask=column < width)
 
 
 def gate(gated: Tensor) -> Tensor:  # [rows, 2 width] -> [rows, width]

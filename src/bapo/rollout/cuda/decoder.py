@@ -9,9 +9,14 @@ Where a layer has a low-rank addition (model.lora), the copy holds W + (alpha / 
 float32 whenever weights are loaded, one layer at a time, and rounded once to the dtype of the engine. The learner
 computes W x + (alpha / rank) B (A x) instead. Both are the same policy up to rounding; what is recorded are the
 log-probs of the merged weights, which is what was sampled from.
+
+With precision "fp8", the copy holds the matrices of the layers in eight bits, rounded whenever weights are loaded, and
+what they multiply is rounded row by row; with "fp8-weights", that keeps its bits (`kernels/eight_bits.py`). Everything
+else stays as it is: embedding, norms, attention, keys, values and head.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,21 +24,30 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
-from bapo.core.kernels.layers import add_norm, gate
+from bapo.core.kernels import layers
 from bapo.core.wide import wide_linear
 from bapo.models.layers import ADDITION, has_addition, merging, strange_architecture, strange_projections
+from bapo.rollout.cuda.kernels import eight_bits
 from bapo.rollout.cuda.kernels.attention import rotate_and_store
 from bapo.rollout.cuda.pages import PAGE
+from bapo.rollout.engine import Precision
 from bapo.rollout.sittings import copy_weights
 
 ROTATIONS = ("default", "linear", "llama3", "yarn")
 """The rotary embeddings that depend on the position alone."""
 
+MATRICES = ("qkv", "out", "gate_up", "down")
+"""The matrices of a layer."""
+PARTS: dict[Precision, int] = {"model": 0, "fp8": 1, "fp8-weights": 2}
+"""How many rows in eight bits make one row of states."""
+SCALES = ".scales"
+"""What follows the name of a weight in eight bits in the name of its scales."""
+
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(rotated qkv, keys, values of the layer) -> mixed values [tokens, heads * width]"""
 
 
-def unsupported(model: PreTrainedModel) -> str | None:
+def unsupported(model: PreTrainedModel, precision: Precision = "model") -> str | None:
     """The reason why this decoder cannot run a model; None if it can."""
     config = model.config
     if (reason := strange_architecture(config)) is not None:
@@ -48,15 +62,19 @@ def unsupported(model: PreTrainedModel) -> str | None:
     if type(head) is not nn.Linear or type(base.embed_tokens) is not nn.Embedding:
         kinds = type(head).__name__, type(base.embed_tokens).__name__
         return f"its head and embedding are {kinds[0]} and {kinds[1]}, not plain Linear and Embedding"
-    return strange_projections([module for name, module in model.named_modules() if name.endswith("_proj")])
+    projections: list[Any] = [module for name, module in model.named_modules() if name.endswith("_proj")]
+    if PARTS[precision] and (reason := eight_bits.unsupported(projections, model.dtype, model.device)) is not None:
+        return reason
+    return strange_projections(projections)
 
 
 class Decoder:
     """A copy of a model's weights, and the forward pass over them."""
 
-    def __init__(self, model: PreTrainedModel, *, float32_head: bool = False) -> None:
-        """`float32_head`: do not round the logits of 16-bit weights to 16 bits."""
+    def __init__(self, model: PreTrainedModel, *, float32_head: bool = False, precision: Precision = "model") -> None:
+        """`float32_head`: do not round the logits of 16-bit weights to 16 bits. `precision`: of the layers' matrices."""
         self.model, self.dtype, self.device = model, model.dtype, model.device
+        self._parts = PARTS[precision]
         self._read = wide_linear if float32_head else linear
         config = model.config
         self.heads: int = config.num_attention_heads
@@ -65,19 +83,12 @@ class Decoder:
         self.layers: int = config.num_hidden_layers
         self.eps: float = config.rms_norm_eps
         sources = self._sources()
-        self._weights = {
-            name: torch.empty(
-                sum(len(part) for part in parts), *parts[0].shape[1:], dtype=self.dtype, device=self.device
-            )
-            for name, parts in sources.items()
-        }
+        self._weights: dict[str, Tensor] = {}
         self._places: dict[str, Tensor] = {}
         """For each weight of the plain model, by name, the part of our matrices that holds it."""
         names = {parameter: name.replace(".base_layer.", ".") for name, parameter in model.named_parameters()}
         for fused, parts in sources.items():
-            rows = [len(part) for part in parts]
-            for part, place in zip(parts, torch.split(self._weights[fused], rows), strict=True):
-                self._places[names[part]] = place  # type: ignore[index]
+            self._make_room(fused, {names[part]: part for part in parts})  # type: ignore[index]
         layers = ((name, module) for name, module in model.named_modules() if has_addition(module))
         self._scales = {name: float(module.scaling[ADDITION]) for name, module in layers}
         """alpha / rank of every layer with a low-rank addition, by the layer's name."""
@@ -85,7 +96,25 @@ class Decoder:
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy weights, given by their names in the model, in place: captured graphs read the same addresses."""
-        copy_weights(merging(weights, self._scales), self._places)
+        copy_weights(self._rounded(merging(weights, self._scales)), self._places)
+
+    def _make_room(self, fused: str, parts: dict[str, Tensor]) -> None:
+        """Allocate one of our weights, which holds these of the plain model, one after the other."""
+        rows, width = [len(part) for part in parts.values()], next(iter(parts.values())).shape[1:]
+        kinds = {"": (self.dtype, width)}
+        if self._parts and fused.rpartition(".")[2] in MATRICES:
+            kinds = {"": (eight_bits.EIGHT, width), SCALES: (torch.float32, torch.Size())}
+        for kind, (dtype, width) in kinds.items():
+            weight = self._weights[fused + kind] = torch.empty(sum(rows), *width, dtype=dtype, device=self.device)
+            self._places |= zip((name + kind for name in parts), torch.split(weight, rows), strict=True)
+
+    def _rounded(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same weights; those that are kept in eight bits, with their scales."""
+        for name, tensor in weights:
+            if name + SCALES in self._places:
+                tensor, scales = eight_bits.round_rows(tensor.to(self.device, self.dtype))
+                yield name + SCALES, scales
+            yield name, tensor
 
     def _sources(self) -> dict[str, list[Tensor]]:
         """The model's parameters behind each of our matrices, stacked along the first axis."""
@@ -144,23 +173,38 @@ class Decoder:
         """Put the tokens' keys and values into the cache; return logits [tokens, vocabulary] if they are wanted."""
         assert self._rotation is not None
         w = self._weights
+        add_norm, gate, ready = layers.add_norm, layers.gate, _as_it_is
+        if self._parts:
+            functions = (eight_bits.add_norm, eight_bits.gate, eight_bits.rounded)
+            add_norm, gate, ready = (partial(function, parts=self._parts) for function in functions)
         residual, delta = embedding(ids, w["embedding"]), None
         for i in range(self.layers):
             keys, values = cache[i]
             states = add_norm(residual, delta, w[f"{i}.before_attention"], self.eps)
-            qkv = linear(states, w[f"{i}.qkv"], w.get(f"{i}.qkv.bias"))
+            qkv = self._product(states, f"{i}.qkv")
             gains = (w[f"{i}.query_gain"], w[f"{i}.key_gain"]) if f"{i}.query_gain" in w else None
             rotate_and_store(
                 qkv, slots, positions, self._rotation, gains, keys, values, table, heads=self.heads, eps=self.eps
             )
             if i == self.layers - 1 and not logits:
                 return None
-            delta = linear(attend(qkv, keys, values), w[f"{i}.out"], w.get(f"{i}.out.bias"))
+            delta = self._product(ready(attend(qkv, keys, values)), f"{i}.out")
             states = add_norm(residual, delta, w[f"{i}.before_mlp"], self.eps)
-            opened = gate(linear(states, w[f"{i}.gate_up"], w.get(f"{i}.gate_up.bias")))
-            delta = linear(opened, w[f"{i}.down"], w.get(f"{i}.down.bias"))
-        states = add_norm(residual, delta, w["norm"], self.eps)
+            delta = self._product(gate(self._product(states, f"{i}.gate_up")), f"{i}.down")
+        states = layers.add_norm(residual, delta, w["norm"], self.eps)
         return self._read(states, w.get("head", w["embedding"]), w.get("head.bias"))
+
+    def _product(self, states: Any, name: str) -> Tensor:
+        """States, rounded to eight bits if the matrix is, times one of the matrices."""
+        weight, bias = self._weights[name], self._weights.get(f"{name}.bias")
+        if not self._parts:
+            return linear(states, weight, bias)
+        rounded = weight, self._weights[name + SCALES]
+        return eight_bits.product(states, rounded, bias, self.dtype, parts=self._parts)
+
+
+def _as_it_is(states: Tensor) -> Tensor:
+    return states
 
 
 def _first_layer(model: PreTrainedModel) -> Any:

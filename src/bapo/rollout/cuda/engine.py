@@ -36,7 +36,7 @@ from bapo.rollout.cuda.graphs import Pool
 from bapo.rollout.cuda.kernels.sampling import SlotStatus, State
 from bapo.rollout.cuda.pages import pages_for
 from bapo.rollout.cuda.sitting import Name, Sitting
-from bapo.rollout.engine import Request, Sampling
+from bapo.rollout.engine import Precision, Request, Sampling
 from bapo.rollout.sittings import InProcessEngine
 from bapo.types import refuse
 
@@ -58,21 +58,22 @@ class GraphEngine(InProcessEngine):
         parked: Literal["rebuild", "keep"] = "rebuild",
         cache_tokens: int | None = None,
         float32_head: bool = False,
+        precision: Precision = "model",
     ) -> None:
         """`slots`: responses sampled at the same time. `prefill_tokens`: most tokens in a prefill of several contexts.
         `parked`: what happens to the keys and values of parked responses. `cache_tokens`: most tokens whose keys and
         values are kept at a time; if they are too few for all slots, some responses wait. None: every slot can hold
-        the longest response. `float32_head`: compute logits in float32.
+        the longest response. `float32_head`: compute logits in float32. `precision`: in which the layers multiply.
         """
         super().__init__(model, slots=slots, prefill_tokens=prefill_tokens)
-        reason, on_gpu = unsupported(model), model.device.type == "cuda" or triton.knobs.runtime.interpret
+        reason, on_gpu = unsupported(model, precision), model.device.type == "cuda" or triton.knobs.runtime.interpret
         refuse(
             (parked not in ("rebuild", "keep"), f"parked={parked!r} is neither 'rebuild' nor 'keep'. Set one of them."),
             (reason, f"GraphEngine cannot run {type(model).__name__}: {reason}. Use LocalEngine."),
             (not on_gpu, f"GraphEngine needs a GPU, but the model is on {model.device}. Use LocalEngine."),
         )
         self.parked, self.cache_tokens = parked, cache_tokens
-        self.decoder = Decoder(model, float32_head=float32_head)
+        self.decoder = Decoder(model, float32_head=float32_head, precision=precision)
         self.pool: Pool | None = None
         self.kept: dict[Name, int] = {}
         """Under "keep": the slot of each parked response, by its seed and tokens."""

@@ -35,7 +35,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bapo.core.wide import wide_linear
-from bapo.rollout.engine import Engine, Request, Sampling, Segment
+from bapo.rollout.engine import Engine, Precision, Request, Sampling, Segment
 from bapo.rollout.local.cache import ColumnCache, padding_mask
 from bapo.rollout.randomness import stream, uniforms
 from bapo.rollout.sittings import InProcessEngine, copy_weights, left_by, non_finite
@@ -98,10 +98,12 @@ def engine_for(
     parked: Literal["rebuild", "keep"] = "rebuild",
     cache_tokens: int | None = None,
     float32_head: bool = False,
+    precision: Precision = "model",
 ) -> Engine:
     """The fastest engine that can run this model on its device: CUDA's where it can, else the general one.
 
-    `parked` and `cache_tokens`: see `GraphEngine`. "keep" needs CUDA; the general engine ignores `cache_tokens`.
+    `parked`, `cache_tokens`, `precision`: see `GraphEngine`. "keep" and eight bits need CUDA; the general engine
+    ignores `cache_tokens`.
     `float32_head`: compute logits in float32, also those of 16-bit weights.
     """
     reason: str | None = f"it is on {model.device}"
@@ -110,13 +112,17 @@ def engine_for(
         from bapo.rollout.cuda.decoder import unsupported  # needs Triton, which a machine without a GPU may not have
         from bapo.rollout.cuda.engine import GraphEngine
 
-        if (reason := unsupported(model)) is None:
-            return GraphEngine(model, slots=slots, parked=parked, cache_tokens=cache_tokens, float32_head=float32_head)
-    if parked == "keep":
-        raise ValueError(
-            f"offpolicy.partial_cache='keep' needs the CUDA engine, which cannot run {type(model).__name__}: {reason}. "
-            "Set it to 'rebuild'."
-        )
+        if (reason := unsupported(model, precision)) is None:
+            how = {"cache_tokens": cache_tokens, "float32_head": float32_head, "precision": precision}
+            return GraphEngine(model, slots=slots, parked=parked, **how)  # type: ignore[arg-type]
+    for asked, key, instead in (
+        (parked == "keep", "offpolicy.partial_cache='keep'", "'rebuild'"),
+        (precision != "model", f"rollout.precision={precision!r}", "'model'"),
+    ):
+        if asked:
+            raise ValueError(
+                f"{key} needs the CUDA engine, which cannot run {type(model).__name__}: {reason}. Set it to {instead}."
+            )
     if on_gpu:
         warnings.warn(
             f"{type(model).__name__} is sampled by the general engine, which is an order of magnitude slower than the "

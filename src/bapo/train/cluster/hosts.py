@@ -128,6 +128,7 @@ class RolloutHost:
             slots=config.rollout.slots,
             cache_tokens=config.rollout.cache_tokens,
             float32_head=config.model.float32_head,
+            precision=config.rollout.precision,
         )
 
     def hello(self) -> Hello:
