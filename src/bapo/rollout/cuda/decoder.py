@@ -72,7 +72,7 @@ class Decoder:
     """A copy of a model's weights, and the forward pass over them."""
 
     def __init__(self, model: PreTrainedModel, *, float32_head: bool = False, precision: Precision = "model") -> None:
-        """`float32_head`: do not round the logits of 16-bit weights to 16 bits. `precision`: of the layers' matrices."""
+        """`float32_head`: do not round the logits of 16-bit weights to 16 bits. `precision`: of the layers."""
         self.model, self.dtype, self.device = model, model.dtype, model.device
         self._parts = PARTS[precision]
         self._read = wide_linear if float32_head else linear

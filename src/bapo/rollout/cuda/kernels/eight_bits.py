@@ -70,9 +70,9 @@ def _nearest(x):
 
 
 @triton.jit
-def _store(value, out, scales, row, width, column, PARTS: tl.constexpr):
-    """Round a row, given in float32 and 0 beyond its width."""
-    bits = tl.max(tl.abs(value), axis=0).to(tl.int32, bitcast=True)
+def _store(value, largest, out, scales, row, width, column, PARTS: tl.constexpr):
+    """Round these columns of a row, given in float32. `largest`: of the whole row, without signs."""
+    bits = largest.to(tl.int32, bitcast=True)
     exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     exponent = tl.minimum(tl.maximum(exponent, 1), 253)
     value *= ((254 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -90,7 +90,7 @@ def _store(value, out, scales, row, width, column, PARTS: tl.constexpr):
 def _round(x, out, scales, width, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     value = tl.load(x + row * width + column, mask=column < width, other=0.0).to(tl.float32)
-    _store(value, out, scales, row, width, column, PARTS)
+    _store(value, tl.max(tl.abs(value), axis=0), out, scales, row, width, column, PARTS)
 
 
 @triton.jit
@@ -99,14 +99,20 @@ def _norm(
 ):  # fmt: skip
     row, column, dtype = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), x.dtype.element_ty
     value, _ = normed(x, delta, gain, x, row, width, eps, dtype, ADD, BLOCK)
-    _store(value.to(dtype).to(tl.float32), out, scales, row, width, column, PARTS)
+    value = value.to(dtype).to(tl.float32)
+    _store(value, tl.max(tl.abs(value), axis=0), out, scales, row, width, column, PARTS)
 
 
 @triton.jit
 def _gate(gated, out, scales, width, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     row, column, dtype = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), gated.dtype.element_ty
-    value = opened(gated, row, width, column, dtype).to(dtype).to(tl.float32)
-    _store(value, out, scales, row, width, column, PARTS)
+    largest = tl.full([], 0, tl.float32)
+    for start in range(0, width, BLOCK):
+        value = opened(gated, row, width, start + column, dtype).to(dtype).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(tl.abs(value), axis=0))
+    for start in range(0, width, BLOCK):
+        value = opened(gated, row, width, start + column, dtype).to(dtype).to(tl.float32)
+        _store(value, largest, out, scales, row, width, start + column, PARTS)
 
 
 def rounded(x: Tensor, *, parts: int) -> Rounded:
@@ -133,9 +139,8 @@ def gate(gated: Tensor, *, parts: int) -> Rounded:
     """silu(first half) * second half, of rows [rows, 2 width]."""
     width = gated.shape[1] // 2
     out, scales = _room(parts * len(gated), width, gated)
-    block = triton.next_power_of_2(width)
-    warps = min(16, max(1, block // 1024))
-    _gate[(len(gated),)](gated, out, scales, width, PARTS=parts, BLOCK=block, num_warps=warps)
+    block = min(4096, triton.next_power_of_2(width))
+    _gate[(len(gated),)](gated, out, scales, width, PARTS=parts, BLOCK=block, num_warps=warps_of(block))
     return out, scales
 
 
