@@ -216,6 +216,11 @@ class Config(RunConfig):
                 "sampler and learner would differ by more, not less. Set model.float32_head=false, or "
                 "cluster.engine='in-process'."
             )
+        if cluster.engine == "vllm" and self.rollout.precision != "model":
+            yield (
+                f"rollout.precision={self.rollout.precision!r} is for our own engine, but cluster.engine='vllm'. Set "
+                "rollout.precision='model', or cluster.engine='in-process'."
+            )
         if self.learn.refers:
             yield (
                 f"{self.learn.refers} is for one process, but cluster.rollouts={cluster.rollouts} starts a cluster, "

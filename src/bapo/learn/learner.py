@@ -420,11 +420,12 @@ class Learner:
         if before is None and "anchor_gap" in logged:
             self.first_gap = cast(float, logged["anchor_gap"])
         predicted = [(output.logprobs, output.entropy) for output in outputs]
+        sampler = self.settings.sampler_precision
         return drift(
             logged,
             partial(logged_tokens, batches, predicted, self.ranks, version=self.version),
             version=self.version,
-            dtype=self.precision,
+            precision=str(self.precision) if sampler == "model" else sampler,
             kept_caches=self.settings.kept_caches,
             limit=self.settings.anchor_limit,
             before=before,

@@ -88,6 +88,8 @@ class LearnerSettings:
     """How far it moves: all the way with 1."""
     kept_caches: bool = False
     """Whether responses that go on under newer weights keep the keys and values of older ones."""
+    sampler_precision: str = "model"
+    """In what the sampler multiplies its layers: the learner's dtype ("model") or eight bits."""
 
     def __post_init__(self) -> None:
         for name, most in {"lr": MOST_LR, "clip_norm": MOST_CLIP_NORM, "temperature": math.inf}.items():

@@ -2,7 +2,7 @@
 
     states        bytes per trained parameter: 18 in bfloat16 (weight 2, master 4, gradient 4, moments 8), 6 with
                   learn.offload_optimizer, and 16 in float32; of a frozen one, the weight alone
-    sampler       on CUDA, the engine's own copy of the weights
+    sampler       on CUDA, the engine's own copy of the weights; in eight bits, a byte per number of a layer's matrices
     reference     with a KL penalty, a copy of the weights. If low-rank additions are trained: of these, if it moves
     cache         keys and values of all responses in flight: layers x 2 x key heads x head width, per token
     activations   of one forward pass: with activation checkpointing the input of each layer and the working set of one,
@@ -45,6 +45,8 @@ class Shape:
     intermediate: int
     key_heads: int
     head_width: int
+    matrices: int = 0
+    """Parameters of the layers' matrices, which may be sampled with in eight bits."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,19 @@ def memory(config: Config, shape: Shape, longest_prompt: int) -> Memory:
     checkpoints = config.steps if config.checkpoint_minutes else -(-config.steps // config.checkpoint_every)
     return Memory(
         states=(on_device if width == 2 else 16) * shape.trained + width * (shape.parameters - shape.trained),
-        sampler=float(width * shape.parameters) if config.device == "cuda" else 0.0,
+        sampler=_sampled_with(config, shape) if config.device == "cuda" else 0.0,
         cache=float(kept * shape.layers * 2 * shape.key_heads * shape.head_width * width),
         activations=float(tokens * layers * width),
         disk=float(min(config.checkpoint_keep + 1, checkpoints) * saved + width * shape.parameters),
         reference=reference if moves or not additions else 0.0,
     )
+
+
+def _sampled_with(config: Config, shape: Shape) -> float:
+    """Bytes of the weights that sampling reads."""
+    width = 2 if config.model.dtype == "bfloat16" else 4
+    saved = 0 if config.rollout.precision == "model" else (width - 1) * shape.matrices
+    return float(width * shape.parameters - saved)
 
 
 @dataclass(frozen=True)
@@ -112,14 +121,15 @@ class Seconds:
 def seconds(config: Config, shape: Shape, longest_prompt: int, *, flops: float, bandwidth: float) -> Seconds:
     """How long a resolved run takes at this many operations and bytes per second, if all responses are long."""
     rollout, evaluation = config.rollout, config.eval
-    width = 2 if config.model.dtype == "bfloat16" else 4
     speed = EFFICIENCY * flops
     longest = longest_prompt + rollout.max_tokens
 
     def sampled(responses: int) -> float:
         together = min(rollout.slots, responses)
         passes = math.ceil(responses / together) * rollout.max_tokens
-        return max(2 * shape.parameters * responses * longest / speed, passes * shape.parameters * width / bandwidth)
+        return max(
+            2 * shape.parameters * responses * longest / speed, passes * _sampled_with(config, shape) / bandwidth
+        )
 
     responses = rollout.prompts * rollout.responses
     learned = config.steps * config.offpolicy.reuse * responses * longest

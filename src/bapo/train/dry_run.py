@@ -118,13 +118,10 @@ def shape_of(policy: Policy, config: Config) -> Shape:
     heads = settings.num_attention_heads
     parameters, rank = int(policy.model.num_parameters()), config.model.lora.rank
     head = policy.model.get_output_embeddings()
-    chosen = [
-        module
-        for name, module in policy.model.named_modules()
-        if isinstance(module, torch.nn.Linear)
-        and module is not head
-        and (not config.model.lora.targets or name.rpartition(".")[2] in config.model.lora.targets)
-    ]
+    modules = policy.model.named_modules()
+    layers = {name: m for name, m in modules if isinstance(m, torch.nn.Linear) and m is not head}
+    targets = config.model.lora.targets
+    chosen = [module for name, module in layers.items() if not targets or name.rpartition(".")[2] in targets]
     return Shape(
         parameters=parameters,
         trained=rank * sum(m.in_features + m.out_features for m in chosen) if rank else parameters,
@@ -133,6 +130,7 @@ def shape_of(policy: Policy, config: Config) -> Shape:
         intermediate=getattr(settings, "intermediate_size", None) or 4 * settings.hidden_size,
         key_heads=getattr(settings, "num_key_value_heads", None) or heads,
         head_width=getattr(settings, "head_dim", None) or settings.hidden_size // heads,
+        matrices=sum(m.in_features * m.out_features for m in layers.values()),
     )
 
 

@@ -26,6 +26,7 @@ import torch
 
 import bapo
 from bapo.config.base import MICRO_TOKENS, ModelConfig, OptimizerConfig, refuse_on_cpu
+from bapo.config.errors import ConfigError
 from bapo.config.placement import placed
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
@@ -53,6 +54,11 @@ def resolve(config: Kind) -> Kind:
     elsewhere = isinstance(config, Config) and config.cluster.address is not None
     device, dtype, threads = placed(config.device, config.model.dtype, config.threads, elsewhere=elsewhere)
     refuse_on_cpu(device, config.learn, asked=config.device)
+    if isinstance(config, Config) and config.rollout.precision != "model" and (device, dtype) != ("cuda", "bfloat16"):
+        raise ConfigError(
+            f"rollout.precision={config.rollout.precision!r} is for bfloat16 weights on CUDA, but the run has {dtype} "
+            f"on {device}. Set rollout.precision='model'."
+        )
     model = config.model.model_copy(update={"dtype": dtype})
     learn = config.learn
     if learn.micro_tokens is None:
@@ -116,6 +122,7 @@ def learner_settings(config: Config) -> LearnerSettings:
         total_updates=config.steps * config.updates_per_step,
         float32_head=config.model.float32_head,
         kept_caches=config.offpolicy.partial_cache == "keep",
+        sampler_precision=config.rollout.precision,
     )
 
 

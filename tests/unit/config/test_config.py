@@ -315,6 +315,8 @@ def test_what_needs_the_cuda_engine_is_refused_on_cpu():
         build(resolve(config))
     assert "keeps nothing without partial rollout" in refused({"offpolicy": {"partial_cache": "keep"}})
     assert "learn.compile=true is for CUDA" in refused({"device": "cpu", "learn": {"compile": True}})
+    eight = {"rollout": {"precision": "fp8"}, "cluster": {"rollouts": 1, "engine": "vllm"}}
+    assert "rollout.precision='fp8' is for our own engine, but cluster.engine='vllm'" in refused(eight)
     vllm = {"model": {"float32_head": True}, "cluster": {"rollouts": 1, "engine": "vllm"}}
     assert "model.float32_head=true, but cluster.engine='vllm'" in refused(vllm)
     offloaded = {"learn": {"offload_optimizer": True}, "model": {"lora": {"rank": 4}}}

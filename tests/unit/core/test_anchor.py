@@ -1,7 +1,7 @@
 """The anchor check: sound updates are never reported, and each real fault is reported with its own cause."""
 
 import copy
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.scheduler import Scheduler, new_group
 from bapo.tasks.countdown import Countdown
 from bapo.types import Group, Problem, Status, Trajectory
+from tests.eight_bits import sampled_in_eight_bits
 from tests.rounding import logprob_limit
 from tests.tiny.models import tiny
 
@@ -246,6 +247,18 @@ def test_in_bfloat16_a_temperature_shows_below_what_rounding_explains():
     assert update.metrics["anchor_gap"] < 0.1
     assert "Likely cause: temperature;" in update.drift
     assert "at about 0.9" in update.drift
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8-weights"])
+def test_eight_bits_are_no_drift_where_they_are_known_and_broken_weights_are(precision):
+    in_eight_bits = partial(sampled_in_eight_bits, states=precision == "fp8")
+    groups = sampled(in_eight_bits(model()))
+    update = learner(sampler_precision=precision).step(groups)
+    assert 2e-3 < update.metrics["anchor_gap"] < 0.15 / 3
+    assert update.drift == ""
+    assert "float32 explains 0.001" in learner().step(groups).drift
+    broken = learner(sampler_precision=precision).step(sampled(in_eight_bits(changed(0.3))))
+    assert f"{precision} explains 0.15. Likely cause: weights;" in broken.drift
 
 
 def test_a_sampler_of_16_bits_is_told_from_other_weights():

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -255,6 +256,9 @@ def test_memory_is_the_arithmetic_of_the_page():
     assert round(found.sampler / GIB, 1) == 0.9
     assert round(found.cache / GIB, 1) == 6.8
     assert round(found.activations / GIB, 1) == 1.8
+    eight = {**values, "rollout": {**values["rollout"], "precision": "fp8"}}
+    known = replace(shape, matrices=357_826_560)  # of 24 layers
+    assert memory(Config.model_validate(eight), known, longest_prompt=1024).sampler == found.sampler - 357_826_560
     adapted = memory(Config.model_validate(values), Shape(100, 10, 1, 1, 1, 1, 1), longest_prompt=0)
     assert adapted.states == 18 * 10 + 2 * 90
     near = {**values, "learn": {**values["learn"], "kl": 0.1}}

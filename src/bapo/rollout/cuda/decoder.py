@@ -173,10 +173,11 @@ class Decoder:
         """Put the tokens' keys and values into the cache; return logits [tokens, vocabulary] if they are wanted."""
         assert self._rotation is not None
         w = self._weights
-        add_norm, gate, ready = layers.add_norm, layers.gate, _as_it_is
+        functions: tuple[Any, ...] = (layers.add_norm, layers.gate, _as_it_is)
         if self._parts:
-            functions = (eight_bits.add_norm, eight_bits.gate, eight_bits.rounded)
-            add_norm, gate, ready = (partial(function, parts=self._parts) for function in functions)
+            in_eight_bits = (eight_bits.add_norm, eight_bits.gate, eight_bits.rounded)
+            functions = tuple(partial(function, parts=self._parts) for function in in_eight_bits)
+        add_norm, gate, ready = functions
         residual, delta = embedding(ids, w["embedding"]), None
         for i in range(self.layers):
             keys, values = cache[i]

@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bapo.config.errors import ConfigError
+from bapo.config.run import Config
 from bapo.core.kernels import layers
 from bapo.models.layers import LoraSettings, add_lora, merging
 from bapo.rollout.cuda.engine import GraphEngine
 from bapo.rollout.cuda.kernels import eight_bits
 from bapo.rollout.engine import Request, Sampling
+from bapo.rollout.local.engine import engine_for
+from bapo.train.machine import resolve
 from tests.eight_bits import at_once, in_eight_bits, sampled_in_eight_bits, scale_of
 from tests.rollouts import assert_matches_teacher_forcing, sitting
 from tests.tiny.models import shallow, tiny
@@ -66,7 +70,8 @@ def test_kernels_round_what_the_plain_ones_give(dtype, parts):
     assert torch.equal(residual, summed)
     alone = eight_bits.add_norm(x.clone(), None, gain, 1e-6, parts=parts)
     assert_rounded(alone, layers.add_norm(x.clone(), None, gain, 1e-6))
-    assert_rounded(eight_bits.gate(given[:2], parts=parts), layers.gate(given[:2]))
+    for gated in (given[:2], torch.linspace(-3, 3, 8208).to(dtype)[None]):  # the second needs two turns
+        assert_rounded(eight_bits.gate(gated, parts=parts), layers.gate(gated))
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -128,3 +133,10 @@ def test_low_rank_additions_are_merged_before_they_are_rounded():
 def test_widths_that_products_in_eight_bits_cannot_have_are_refused():
     with pytest.raises(ValueError, match="no multiples of 16"):
         GraphEngine(tiny("llama", intermediate_size=40), slots=1, precision="fp8")
+
+
+def test_eight_bits_without_the_cuda_engine_are_refused():
+    with pytest.raises(ValueError, match=r"rollout.precision='fp8' needs the CUDA engine.* it is on cpu"):
+        engine_for(shallow(), slots=1, precision="fp8")
+    with pytest.raises(ConfigError, match="fp8-weights' is for bfloat16 weights on CUDA, but the run has float32 on"):
+        resolve(Config.model_validate({"device": "cpu", "rollout": {"precision": "fp8-weights"}}))

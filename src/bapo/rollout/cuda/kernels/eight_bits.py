@@ -54,10 +54,10 @@ def round_rows(x: Tensor) -> Rounded:
 def product(states: Rounded, weight: Rounded, bias: Tensor | None, dtype: torch.dtype, *, parts: int) -> Tensor:
     """states [rows, width] times weight^T [width, outputs], plus bias."""
     (left, of_rows), (right, of_outputs) = states, weight
-    scales = {"scale_a": of_rows[:, None], "scale_b": of_outputs[None, :], "use_fast_accum": parts == 1}
+    given = left, right.t(), of_rows[:, None], of_outputs[None, :]
     if parts == 1:
-        return torch._scaled_mm(left, right.t(), **scales, bias=bias, out_dtype=dtype)
-    high, low = torch._scaled_mm(left, right.t(), **scales, out_dtype=torch.float32).chunk(2)
+        return torch._scaled_mm(*given, bias, out_dtype=dtype, use_fast_accum=True)
+    high, low = torch._scaled_mm(*given, out_dtype=torch.float32).chunk(2)
     return torch.add(high if bias is None else high + bias, low, out=torch.empty_like(high, dtype=dtype))
 
 
