@@ -67,10 +67,10 @@ class LearnConfig(OptimizerConfig):
     """every N: the share of the present weights in the new reference; the rest is the old one. With model.lora, it is
     1."""
     skip_limit: SkipLimit = 3
-    anchor_limit: float = Field(0.2, gt=0)
+    anchor_limit: float | None = Field(None, gt=0)
     """Tokens that the present weights sampled have two log-probs, the sampler's and the learner's. If their mean
     difference in an update is above this, in nats, the run stops: the ratios would mean nothing. Smaller differences
-    that rounding does not explain are reported once."""
+    that rounding does not explain are reported once. None: 0.2, or 1 if rollout.precision is eight bits."""
 
     @property
     def kl_every(self) -> int | None:

@@ -109,6 +109,7 @@ def learner_settings(config: Config) -> LearnerSettings:
     """The part of the configuration that the learner needs."""
     learn, objective = config.learn, config.objective
     alike = {field.name: getattr(learn, field.name, None) for field in fields(LearnerSettings)}
+    alike["anchor_limit"] = learn.anchor_limit or (0.2 if config.rollout.precision == "model" else 1.0)
     return LearnerSettings(
         **{name: value for name, value in alike.items() if value is not None},
         objective=objective.name,

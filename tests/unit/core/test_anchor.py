@@ -254,11 +254,11 @@ def test_eight_bits_are_no_drift_where_they_are_known_and_broken_weights_are(pre
     in_eight_bits = partial(sampled_in_eight_bits, states=precision == "fp8")
     groups = sampled(in_eight_bits(model()))
     update = learner(sampler_precision=precision).step(groups)
-    assert 2e-3 < update.metrics["anchor_gap"] < 0.15 / 3
+    assert 2e-3 < update.metrics["anchor_gap"] < 0.1
     assert update.drift == ""
     assert "float32 explains 0.001" in learner().step(groups).drift
-    broken = learner(sampler_precision=precision).step(sampled(in_eight_bits(changed(0.3))))
-    assert f"{precision} explains 0.15. Likely cause: weights;" in broken.drift
+    broken = learner(sampler_precision=precision).step(sampled(in_eight_bits(changed(0.6))))
+    assert f"{precision} explains 0.5. Likely cause: weights;" in broken.drift
 
 
 def test_a_sampler_of_16_bits_is_told_from_other_weights():

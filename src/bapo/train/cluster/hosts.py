@@ -53,11 +53,11 @@ CPU_CACHE_BYTES = 2**30
 """Memory for the keys and values of a vLLM engine on CPUs."""
 SIOCGIFADDR = 0x8915
 """Asks Linux for the address of a network interface."""
-TOLERANCES = {"float32": (2e-3, 5e-4), "bfloat16": (1.0, 0.2), "fp8": (2.0, 0.3), "fp8-weights": (2.0, 0.3)}
+TOLERANCES = {"float32": (2e-3, 5e-4), "bfloat16": (1.0, 0.2), "fp8": (5.0, 1.0), "fp8-weights": (5.0, 1.0)}
 """The largest gap between log-probs of an engine and of the learner, and the largest mean gap, that rounding explains.
 
 Measured: float32 up to 9e-5; bfloat16 up to 0.31, in the mean 0.09 (1.5B parameters, large random weights); eight bits
-up to 0.93, in the mean 0.12. The limits are about twice that (`learn/health.py`)."""
+up to 3.1, in the mean 0.23 (a trained model of 135M)."""
 
 
 Parcel = list[Packed]
