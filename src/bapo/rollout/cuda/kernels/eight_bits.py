@@ -97,7 +97,8 @@ def _round(x, out, scales, width, PARTS: tl.constexpr, BLOCK: tl.constexpr):
 def _norm(
     x, delta, gain, out, scales, width, eps, ADD: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    row, column, dtype = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), x.dtype.element_ty
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    dtype = x.dtype.element_ty
     value, _ = normed(x, delta, gain, x, row, width, eps, dtype, ADD, BLOCK)
     value = value.to(dtype).to(tl.float32)
     _store(value, tl.max(tl.abs(value), axis=0), out, scales, row, width, column, PARTS)
@@ -105,7 +106,8 @@ def _norm(
 
 @triton.jit
 def _gate(gated, out, scales, width, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    row, column, dtype = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), gated.dtype.element_ty
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    dtype = gated.dtype.element_ty
     largest = tl.full([], 0, tl.float32)
     for start in range(0, width, BLOCK):
         value = opened(gated, row, width, start + column, dtype).to(dtype).to(tl.float32)
