@@ -162,11 +162,6 @@ class Trajectory:
         self.sampled = (self.sampled or [True] * len(self.tokens)) + [False] * len(tokens)
         self.tokens += tokens
 
-    @property
-    def transcript(self) -> list[int]:
-        """The tokens of a finished response, without a stop token at the end."""
-        return self.tokens[:-1] if self.status is Status.STOPPED else self.tokens
-
     def mark(self) -> Callable[[], None]:
         """What takes a response that is not scored back to where it is now. Its lists only grow, but for the prompt."""
         grows = [name for name, value in vars(self).items() if isinstance(value, list) and name != "prompt"]

@@ -97,7 +97,7 @@ def test_groups_that_grow_too_old_are_not_told_as_learned():
         admit(parts, RunState(groups=100 * version))
         parts.engine.load(parts.learner.weights(), version=version)
         groups = parts.scheduler.run(parts.engine).groups
-        groups = score(groups, parts.task, parts.policy.decode, parts.overlong).groups
+        groups = score(groups, parts.task, parts.policy.transcript, parts.overlong).groups
         varied = [group for group in groups if len({t.reward for t in group.trajectories}) > 1]
         counts.append(len(varied))
         rollout += varied

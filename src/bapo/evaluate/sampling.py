@@ -143,10 +143,9 @@ def sample(
     segments = generate(engine, requests, sampling, tell=tell)
 
     asked = [problem for problem in problems for _ in range(k)]
-    answered = [_without_stop(*pair, sampling) for pair in zip(segments, asked, strict=True)]
-    texts = [
-        ResponseText(policy.decode(tokens), segment.tokens) for tokens, segment in zip(answered, segments, strict=True)
-    ]
+    for segment, problem in zip(segments, asked, strict=True):
+        _refuse_unfinished(segment, problem)
+    texts = [ResponseText(policy.transcript(segment.tokens), segment.tokens) for segment in segments]
     with following(len(asked), tell):
         scores = scorer(list(zip(asked, texts, strict=True)))
     if len(scores) != len(asked):
@@ -165,7 +164,7 @@ def _played(
     alone = [(group.problem, one) for group in groups for one in group.trajectories]
     scheduler.admit(Group(EVALUATED + index, problem, [one]) for index, (problem, one) in enumerate(alone))
     causes = scheduler.run(engine, tell=tell).causes
-    texts = [ResponseText(policy.decode(one.transcript), one.tokens) for _, one in alone]
+    texts = [ResponseText(policy.transcript(one.tokens), one.tokens) for _, one in alone]
     failed = [causes.get(EVALUATED + index, "") for index in range(len(alone))]
     scores = [Score(None if why else reward_of(one.answers), why) for why, (_, one) in zip(failed, alone, strict=True)]
     left = [index for index, score in enumerate(scores) if score.reward is None and not score.failure]
@@ -180,11 +179,9 @@ def _played(
     return [responses[i : i + k] for i in range(0, len(responses), k)]
 
 
-def _without_stop(segment: Segment, problem: Problem, sampling: Sampling) -> list[int]:
+def _refuse_unfinished(segment: Segment, problem: Problem) -> None:
     if segment.status not in (Status.STOPPED, Status.TRUNCATED):
         raise RuntimeError(
             f"a response to problem {problem.id!r} came back {segment.status} after {len(segment.tokens)} tokens, "
             "though the engine had no token budget; an evaluation without it would be biased. See the engine's own log."
         )
-    stopped = segment.status is Status.STOPPED and segment.tokens and segment.tokens[-1] in sampling.stop_ids
-    return segment.tokens[:-1] if stopped else segment.tokens

@@ -86,6 +86,10 @@ class Policy:
         """The text of a response, exactly as it was sampled."""
         return str(self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
+    def transcript(self, tokens: list[int]) -> str:
+        """The same without a stop token at the end, which a conversation may have that a limit cut off after a turn."""
+        return self.decode(tokens[:-1] if tokens and tokens[-1] in self.stop_ids else tokens)
+
     @cached_property
     def _opening(self) -> list[int]:
         """The tokens that the tokenizer puts before a text. Those that it puts after one are left out: they would end

@@ -66,7 +66,7 @@ class Loop:
             rollout = parts.scheduler.run(parts.engine, tell=tell)
         try:
             with view.doing("scoring") as tell:
-                scored = score(rollout.groups, parts.task, parts.policy.decode, parts.overlong, tell)
+                scored = score(rollout.groups, parts.task, parts.policy.transcript, parts.overlong, tell)
         except StopAsked:
             undo()
             raise

@@ -103,13 +103,13 @@ class Failing:
 def score(
     groups: Sequence[Group],  # finished
     task: Task,
-    decode: Callable[[list[int]], str],
+    transcript: Callable[[list[int]], str],  # the text of a response, without a stop token
     overlong: Callable[[int], float],  # length in tokens -> what it adds to the reward for learning; at most 0
     tell: Callable[[Rewarded], None] | None = None,  # is told how far it is
 ) -> Scored:
     """Score every response by its text without the stop token. Raises StopAsked if a stop should not wait for it."""
     asked = [(group, trajectory) for group in groups for trajectory in group.trajectories]
-    texts = [ResponseText(decode(trajectory.transcript), trajectory.tokens) for _, trajectory in asked]
+    texts = [ResponseText(transcript(trajectory.tokens), trajectory.tokens) for _, trajectory in asked]
     own = [reward_of(trajectory.answers) for _, trajectory in asked]
     left = [(g.problem, text) for (g, _), text, reward in zip(asked, texts, own, strict=True) if reward is None]
     with following(len(left), tell):

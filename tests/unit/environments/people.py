@@ -50,6 +50,11 @@ def looks(environments, completions, below, **columns):
     return [environment.rewarded + below[0]]
 
 
+def counts_turns(response: str, answer: str) -> float:
+    """A reward function for transcripts: ours."""
+    return float(response.count("<|im_start|>assistant") == int(answer) and response.endswith("Done."))
+
+
 def shout(text: str) -> str:
     """
     Say it louder.

@@ -278,7 +278,7 @@ def test_an_evaluation_plays_episodes_and_one_that_fails_costs_no_other():
         return Answer(failure="it broke") if turn.split()[0] == "29" else echo(turn, number)
 
     talk = Conversations(Ruled(rule), Numbers(), ends=ENDS, max_tokens=MOST)
-    policy = SimpleNamespace(encode=lambda text: [5], decode=lambda tokens: " ".join(map(str, tokens)))
+    policy = SimpleNamespace(encode=lambda text: [5], transcript=lambda tokens: " ".join(map(str, tokens)))
     ENGINE.load(ENGINE.model.named_parameters(), version=0)
     how = {"sampling": SAMPLING, "max_tokens": MOST, "seed": 1, "conversations": talk}
     never = lambda asked: [Score(0.5) for _ in asked]  # noqa: E731

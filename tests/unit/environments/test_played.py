@@ -19,9 +19,13 @@ from bapo.environments.played import rows_of as rows_of_task
 from bapo.evaluate import Arguments
 from bapo.evaluate.evaluation import load_data_sets
 from bapo.models.loading import outline_policy
+from bapo.models.policy import encoded
 from bapo.tasks.data.problems import load_rows
 from bapo.train.build import make_task
 from bapo.train.card import eval_command
+from bapo.train.scoring import score
+from bapo.types import Group, Status, Trajectory
+from tests.environments import chatting
 from tests.unit.environments import people
 
 HERE = people.__name__
@@ -84,6 +88,35 @@ def test_rewards_that_nobody_could_give_or_would_read_are_refused(policy):
         made(policy, environment=f"{HERE}:Echo", reward=f"{HERE}:backwards")
     with pytest.raises(ValueError, match=r"gives no reward, and there are no answers to compare with"):
         made(policy, environment=f"{HERE}:Silent")
+
+
+def test_where_nothing_inside_gives_a_reward_the_verifier_reads_the_transcript(tmp_path):
+    """The whole conversation without the token that ended it, also where a limit came after a turn."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "Shout.", "answer": "1", "n": n}) + "\n" for n in range(2)))
+    task, _ = made(chatting(), train=[str(path)], holdout=0.5, tools=[f"{HERE}:shout"], reward=f"{HERE}:counts_turns")
+    assert not task.graded
+    policy = task.script.policy
+    conversations = Conversations(task.environments, task.script, ends=policy.stop_ids, max_tokens=1000, max_turns=2)
+    trajectory = Trajectory([], 0)
+    group = Group(0, task.train[0], [trajectory])
+    conversations.admit([group])
+    for turn in ('<tool_call>{"name": "shout", "arguments": {"text": "oh"}}</tool_call>', "<tool_call>Done."):
+        while conversations.busy:
+            conversations.listen(10)
+        tokens = encoded(policy.tokenizer, f"{turn}<|im_end|>")
+        trajectory.tokens += tokens
+        trajectory.versions += [0] * len(tokens)
+        trajectory.sampled += [True] * len(tokens) if trajectory.sampled else []
+        trajectory.status = Status.STOPPED
+        conversations.ended(trajectory)
+    while conversations.busy:
+        conversations.listen(10)
+    assert (trajectory.ending, trajectory.status) == ("turns", Status.TRUNCATED)
+    assert "OH" in policy.decode(trajectory.tokens)
+    score([group], task, policy.transcript, lambda length: 0.0)
+    assert trajectory.reward == 1.0
+    task.close()
 
 
 @pytest.mark.parametrize(

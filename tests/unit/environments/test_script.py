@@ -3,35 +3,9 @@
 import pytest
 
 from bapo.environments.script import CUT, PolicyScript, tool_format
-from bapo.models.policy import Policy
 from bapo.types import Problem
-from tests.tiny.tokenizers import characters
-
-SEARCH = {
-    "type": "function",
-    "function": {"name": "search", "description": "Look up.", "parameters": {"type": "object", "properties": {}}},
-}
-QWEN = (  # in the style of Qwen 2.5 and 3: tools in the system message, their answers in a user message
-    "{% if tools %}{{ '<|im_start|>system\n<tool_call>' + (tools | map('tojson') | join('\n')) + '<|im_end|>\n' }}"
-    "{% endif %}{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
-    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}"
-    "{% set said = m.content %}{% if THINKS and '</think>' in said and loop.index0 < ns.last %}"
-    "{% set said = said.split('</think>\n\n')[-1] %}{% endif %}"
-    "{% if m.role == 'tool' %}{{ '<|im_start|>user\n<tool_response>\n' + said + '\n</tool_response><|im_end|>\n' }}"
-    "{% else %}{{ '<|im_start|>' + m.role + '\n' + said }}{% for call in m.tool_calls or [] %}"
-    "{{ '<tool_call>' + call.function.name + '</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% if enable_thinking is false %}"
-    "{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
-)
-
-
-THINKING = QWEN.replace("THINKS", "true")
-
-
-def policy(template=THINKING, **options):
-    tokenizer = characters(chat=True)
-    tokenizer.chat_template = template
-    return Policy(None, tokenizer, frozenset([tokenizer.eos_token_id]), chat=template is not None, **options)
+from tests.environments import QWEN, SEARCH
+from tests.environments import chatting as policy
 
 
 def said(script, what):

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo.demo import MAX_RESPONSE_TOKENS, model_path
 from bapo.evaluate import avg_at_k, evaluate, maj_at_k, pass_at_k
+from bapo.models import Policy
 from bapo.rollout.engine import Sampled, Sampling, Segment
 from bapo.rollout.local.engine import LocalEngine
 from bapo.tasks.countdown import Countdown
@@ -184,7 +185,10 @@ class Spelled:
 
 
 class Letters:
-    """A speaker whose tokens are letters."""
+    """A policy whose tokens are letters."""
+
+    stop_ids = (STOP,)
+    transcript = Policy.transcript
 
     def encode(self, text):
         return [ord(letter) for letter in text]
@@ -313,7 +317,7 @@ def test_the_shipped_model_evaluates_the_same_whatever_the_slots_and_the_company
         engine.load(model.named_parameters(), version=0)
         return evaluate(
             engine,
-            tokenizer,
+            Policy(model, tokenizer, sampling.stop_ids),
             task.scores,
             problems,
             k=8,

@@ -1,5 +1,9 @@
 """Rewards for finished responses; a failed verifier is not a reward of 0."""
 
+from functools import partial
+from types import SimpleNamespace
+
+from bapo.models import Policy
 from bapo.rollout.scheduler import Rollout, SchedulerMetrics
 from bapo.train.scoring import (
     ENOUGH_GROUPS,
@@ -13,7 +17,7 @@ from bapo.train.scoring import (
 )
 from bapo.types import Group, Problem, Score, Status, Trajectory
 
-STOP = 0
+STOP = 8
 
 
 def response(tokens, status=Status.STOPPED):
@@ -35,13 +39,15 @@ class Sums:
 
 
 def scored(*groups, overlong=lambda length: 0.0):
-    return score(groups, Sums(), lambda ids: "".join(map(str, ids)), overlong)
+    policy = SimpleNamespace(decode=lambda ids: "".join(map(str, ids)), stop_ids={STOP})
+    return score(groups, Sums(), partial(Policy.transcript, policy), overlong)
 
 
 def test_the_text_is_scored_without_its_stop_token_and_a_truncated_one_whole():
-    one = group(1, response([3, 4, STOP]), response([3, 4], Status.TRUNCATED), response([3, STOP]))
+    cut = response([3, 4, STOP], Status.TRUNCATED)  # a conversation that a limit cut off after a turn
+    one = group(1, response([3, 4, STOP]), response([3, 4], Status.TRUNCATED), response([3, STOP]), cut)
     result = scored(one)
-    assert [t.reward for t in result.groups[0].trajectories] == [1.0, 1.0, 0.0]
+    assert [t.reward for t in result.groups[0].trajectories] == [1.0, 1.0, 0.0, 1.0]
     assert result.failures == []
 
 

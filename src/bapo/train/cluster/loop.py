@@ -190,7 +190,7 @@ class AsyncLoop(Loop):
             parts = self.parts
             while self._scoring and self._scoring[-1][1].cancel():  # not begun yet
                 groups = [*self._scoring.pop()[0], *groups]
-            job = self._verifier.submit(score, groups, parts.task, parts.policy.decode, parts.overlong)
+            job = self._verifier.submit(score, groups, parts.task, parts.policy.transcript, parts.overlong)
             self._scoring.append((groups, job))
 
     def _take_scores(self) -> None:
