@@ -52,6 +52,19 @@ class Numbers:
     def observation(self, said: Said) -> list[int]:
         return [int(each) for each in str(said).split()]
 
+    def context(self, problem: Problem, opening: Said, turns: Sequence[tuple[Sequence[int], Said]]) -> list[int] | None:
+        return None
+
+
+class Forgetful(Numbers):
+    """It reads only the last token of a turn again."""
+
+    def context(self, problem: Problem, opening: Said, turns: Sequence[tuple[Sequence[int], Said]]) -> list[int]:
+        read = self.prompt(problem, opening)
+        for tokens, said in turns:
+            read += [tokens[-1], *self.observation(said)]
+        return read
+
 
 @dataclass
 class Ruled:

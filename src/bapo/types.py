@@ -48,7 +48,7 @@ USE_EDGES = (1, 2, 4, 8)
 LARGEST_REWARD = 3.4e38
 """The largest reward allowed, in absolute value: float32 cannot hold more."""
 
-OPTIONAL = ("reference_logprobs", "log_kept", "rewards", "sampled", "answers", "ending")
+OPTIONAL = ("reference_logprobs", "log_kept", "rewards", "sampled", "answers", "contexts", "ending")
 """The fields of a trajectory that only some runs have."""
 
 
@@ -112,6 +112,19 @@ class ResponseText(str):
         return made
 
 
+@dataclass(frozen=True)
+class Row:
+    """A context and tokens after it: one sequence of a forward pass."""
+
+    context: list[int]
+    tokens: list[int]
+    sampled: list[bool]
+    """Which of the tokens the policy sampled. Empty: all."""
+
+    def __len__(self) -> int:
+        return len(self.context) + len(self.tokens)
+
+
 @dataclass
 class Trajectory:
     """One response as it grows, with the origin of every token.
@@ -149,6 +162,9 @@ class Trajectory:
     answers: list[dict[str, Any]] = field(default_factory=list)
     """What the environment answered, each time that it was asked (`environments/conversations.py`). A resumed run gives
     a new environment the same turns, and compares."""
+    contexts: list[dict[str, Any]] = field(default_factory=list)
+    """Where it goes on after another context than what stands before (`at`), and that context (`tokens`): its chat
+    template writes earlier turns in another way (task.history)."""
     ending: str = ""
     """How its episode ended; empty without an environment (`environments/conversations.py`)."""
 
@@ -156,6 +172,28 @@ class Trajectory:
     def own(self) -> list[int]:
         """The tokens that the policy sampled."""
         return list(compress(self.tokens, self.sampled)) if self.sampled else self.tokens
+
+    @property
+    def context(self) -> list[int]:
+        """What the policy reads before the next token."""
+        begin, context = self._begun[-1]
+        return context + self.tokens[begin:]
+
+    @property
+    def rows(self) -> list[Row]:
+        """What forward passes read: the prompt and all tokens, or a row for each context."""
+        rows, end = [], len(self.tokens)
+        for begin, context in reversed(self._begun):
+            rows.append(Row(context, self.tokens[begin:end], self.sampled[begin:end]))
+            end = begin
+            while end and not self.sampled[end - 1]:  # what was said before the turn is in its context
+                end -= 1
+        return rows[::-1]
+
+    @property
+    def _begun(self) -> list[tuple[int, list[int]]]:
+        """Where each row begins, and after what."""
+        return [(0, self.prompt), *((one["at"], one["tokens"]) for one in self.contexts)]
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Add what an environment said."""

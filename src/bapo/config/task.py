@@ -100,6 +100,10 @@ class EpisodeConfig(Section):
     module:function, which finds (name, arguments) pairs in a turn. auto follows from the model's chat template."""
     turns: int = Field(16, ge=1)
     """Most turns of the model in an episode."""
+    history: Literal["append", "fork"] = "append"
+    """What the model reads of its earlier turns. append: every token, as it was sampled; a chat template that changes
+    earlier turns is refused. fork: what the template writes of them, for instance no earlier reasoning; the model then
+    goes on, and is trained, from this other context."""
     tool_seconds: float = Field(30.0, gt=0, le=3600)
     """Time limit for each turn of an environment, tools included. One that exceeds it has failed, not the model."""
     tool_memory_mb: int = Field(2048, ge=64)

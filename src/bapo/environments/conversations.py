@@ -105,12 +105,13 @@ class Conversations:
         """Whether a response waits for its environment, so that no engine can continue it."""
         return self._of[id(trajectory)].asked
 
-    def room(self, trajectory: Trajectory) -> int:
-        """How many more tokens a response may have."""
-        most = self.max_tokens
+    def room(self, trajectory: Trajectory, more: int = 0, context: list[int] | None = None) -> int:
+        """How many tokens a response may have, after so many more, and if it goes on from this context."""
+        left = self.max_tokens - len(trajectory.tokens) - more
         if self.max_context is not None:
-            most = min(most, self.max_context - len(trajectory.prompt))
-        return most - len(trajectory.tokens)
+            read = len(trajectory.context) + more if context is None else len(context)
+            left = min(left, self.max_context - read)
+        return left
 
     def ended(self, trajectory: Trajectory) -> None:
         """The engine says that this response has ended, at a stop token or at the limit: its environment is asked."""
@@ -197,14 +198,27 @@ class Conversations:
             trajectory.ending = ANSWERED
         else:
             said = self.script.observation(answer.text)
+            context = self._context(episode, answer) if said else None
             if turn == self.max_turns:
                 trajectory.ending, said = TURNS, []
-            elif len(said) >= self.room(trajectory):
+            elif self.room(trajectory, len(said), context) <= 0:
                 trajectory.ending, said = CONTEXT, []
         place = {"at": len(trajectory.tokens), "tokens": len(said)}
         trajectory.answers.append(place | {"text": answer.text, "over": answer.over, "reward": answer.reward})
         if said:
+            as_it_stands = trajectory.context + said
             trajectory.observe(said)
+            if context not in (None, as_it_stands):
+                trajectory.contexts.append({"at": len(trajectory.tokens), "tokens": context})
+
+    def _context(self, episode: _Episode, answer: Answer) -> list[int] | None:
+        """What the policy would read next as its chat template writes it, if that may be something else."""
+        trajectory = episode.trajectory
+        opening, *answers = trajectory.answers
+        ends = [(each["at"], each["text"]) for each in answers] + [(len(trajectory.tokens), answer.text)]
+        begins = [_read(trajectory.answers[: index + 1]) for index in range(len(ends))]
+        turns = [(trajectory.tokens[begin:end], said) for begin, (end, said) in zip(begins, ends, strict=True)]
+        return self.script.context(episode.group.problem, opening["text"], turns)
 
     def _failed(self, episode: _Episode, ending: str, cause: str) -> None:
         """Try again, or give the group up."""

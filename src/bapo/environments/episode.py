@@ -78,3 +78,7 @@ class Script(Protocol):
 
     def observation(self, said: Said) -> list[int]:
         """The tokens that follow a finished turn, up to where the policy goes on. None of nothing said."""
+
+    def context(self, problem: Problem, opening: Said, turns: Sequence[tuple[Sequence[int], Said]]) -> list[int] | None:
+        """The whole conversation up to where the policy goes on, as its chat template writes it after these turns, each
+        with what was said after it. None: the policy reads every token again, as it stands."""

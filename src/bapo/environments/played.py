@@ -70,7 +70,9 @@ class PlayedTask:
                     for part, count in (("train", task.environment_train), ("test", task.environment_test))
                 )
             tools = {name: each["tools"] for name, each in about.items()}
-            self.script = PolicyScript(policy, tools=tools, observation_tokens=task.observation_tokens)
+            self.script = PolicyScript(
+                policy, tools=tools, observation_tokens=task.observation_tokens, forks=task.history == "fork"
+            )
             self.environments.shown = self.script.shown
             if any(tools.values()):
                 self.environments.calls = self.script.calls_for(chosen)
@@ -118,7 +120,7 @@ def conversations_of(task: Task | None, chosen: EpisodeConfig, policy: Policy, m
     if isinstance(task, PlayedTask):
         environments, script = task.environments, task.script
     elif chosen.environment == CALCULATOR:
-        environments, script = Calculator(), PolicyScript(policy)
+        environments, script = Calculator(), PolicyScript(policy, forks=chosen.history == "fork")
     else:
         return None
     return Conversations(

@@ -38,18 +38,48 @@ class PolicyScript:
     """How text becomes tokens of one policy."""
 
     def __init__(
-        self, policy: Policy, *, tools: Mapping[str, Sequence[Any]] | None = None, observation_tokens: int = 1024
+        self,
+        policy: Policy,
+        *,
+        tools: Mapping[str, Sequence[Any]] | None = None,  # JSON schemas for each environment, by its name
+        observation_tokens: int = 1024,
+        forks: bool = False,  # whether the template may write earlier turns anew
     ) -> None:
-        """`tools`: the JSON schemas of the tools of each environment, by its name."""
-        self.policy, self.observation_tokens = policy, observation_tokens
+        self.policy, self.observation_tokens, self.forks = policy, observation_tokens, forks
         self.tools = {name: list(schemas) for name, schemas in (tools or {}).items() if schemas}
         if self.tools:
             self._refuse_tools()
+        refuse(
+            (
+                forks and not (self.tools or policy.chat),
+                "task.history='fork' is for chat templates that change earlier turns, and this model has no chat. "
+                "Leave it out.",
+            )
+        )
         if self.tools or policy.chat:
             self.refuse_template("tool" if self.tools else "user")
 
     def prompt(self, problem: Problem, opening: Said) -> list[int]:
         """The problem, with what its environment said when it began: text follows it, messages take its place."""
+        return self.policy.encode(self._asked(problem, opening), tools=self._told(problem))
+
+    def context(self, problem: Problem, opening: Said, turns: Sequence[tuple[Sequence[int], Said]]) -> list[int] | None:
+        """The conversation as the chat template writes it now, if it may fork."""
+        if not self.forks:
+            return None
+        given = self._asked(problem, opening)
+        messages = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
+        thinking = "<think>\n" if self.policy.opens_thinking else ""
+        for tokens, said in turns:
+            messages.append({"role": "assistant", "content": thinking + self.policy.transcript(list(tokens))})
+            messages += self._messages(said)
+        return self.policy.encode(messages, tools=self._told(problem))
+
+    def _told(self, problem: Problem) -> list[Any] | None:
+        """The tools of the environment of a problem."""
+        return self.tools.get(str(problem.extra.get("environment", "")) if "" not in self.tools else "")
+
+    def _asked(self, problem: Problem, opening: Said) -> str | list[Message]:
         given: str | list[Message] = problem.prompt
         if isinstance(opening, list):
             given = opening or given
@@ -58,9 +88,8 @@ class PolicyScript:
         elif opening:
             *before, last = given
             given = [*before, {**last, "content": last["content"] + opening}]
-        name = str(problem.extra.get("environment", "")) if "" not in self.tools else ""
         refuse((not given, "there is nothing to answer: neither the problem nor the environment says anything"))
-        return self.policy.encode(given, tools=self.tools.get(name))
+        return given
 
     def turn(self, tokens: Sequence[int]) -> str:
         """The text of sampled tokens, with special tokens."""
@@ -73,8 +102,12 @@ class PolicyScript:
         if not (self.policy.chat or self.tools):
             text = said if isinstance(said, str) else "\n".join(each["content"] for each in said)
             return encoded(self.policy.tokenizer, self._cut(text))
+        return self._after(self._messages(said))
+
+    def _messages(self, said: Said) -> list[Message]:
+        """What an environment said, each message within the limit."""
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
-        return self._after([{**each, "content": self._cut(each["content"])} for each in messages])
+        return [{**each, "content": self._cut(each["content"])} for each in messages]
 
     def shown(self, turn: str) -> str:
         """What an environment sees of a turn: its text after the reasoning, without the token that ended it."""
@@ -127,11 +160,11 @@ class PolicyScript:
                 f"the chat template does not write {role} messages. Use a model whose template does.",
             ),
             (
-                not kept,
+                not kept and not self.forks,
                 f"the chat template is not prefix-preserving: when a {role} message follows, it {how} the turn before. "
                 "A response keeps every token that was sampled, so training would differ from use. Set "
-                "model.template_options so that the model does not reason (such as enable_thinking=false), change "
-                "chat_template.jinja, or use a model whose template keeps its turns.",
+                "task.history='fork', which goes on from what the template writes; model.template_options so that the "
+                "model does not reason (such as enable_thinking=false); or use a model whose template keeps its turns.",
             ),
         )
         self._after([after])

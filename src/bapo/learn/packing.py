@@ -10,7 +10,9 @@ of their group, and their tokens are not passed: there is no loss on them, and n
 mask_truncated_completions does the same where its mean is over tokens; a mean over responses still counts them there.
 With drop, their rewards do not count either.
 
-What an environment said is context: its tokens are passed, but they are not targets, and no denominator counts them.
+What an environment said is context: its tokens are passed, but they are not targets, and no denominator counts them. A
+response with several contexts has a row for each; it counts as one response, with its sampled tokens together, in
+advantages, weights and means, and its rows go to one micro-batch.
 
 Several ranks are given the same groups and each takes a part of the sequences, longest first, so that all have about
 equally many tokens. Every rank computes the same division.
@@ -30,7 +32,7 @@ from torch import Tensor
 
 from bapo.core.advantages import ADVANTAGES, gdpo
 from bapo.core.reduction import balanced_weights
-from bapo.types import Group, TokenBatch, Trajectory, Truncated
+from bapo.types import Group, Row, TokenBatch, Trajectory, Truncated
 
 Part = tuple[int, int]
 """Which part of the sequences to take, of how many."""
@@ -79,8 +81,8 @@ def pack(
     lengths = torch.tensor([len(t.versions) if id(t) in trained else 0 for _, t in compared])
     balance = balanced_weights(advantages, lengths, owners)
     every = zip(compared, advantages.tolist(), balance.tolist(), strict=True)
-    rows = [(t, advantage, weight, groups[i].uses) for (i, t), advantage, weight in every if id(t) in trained]
-    return [_batch(rows, device) for rows in _cut(_taken(rows, part), micro_tokens, padded=padded)]
+    chosen = [(t, advantage, weight, groups[i].uses) for (i, t), advantage, weight in every if id(t) in trained]
+    return [_batch(cut, device) for cut in _cut(_taken(chosen, part), micro_tokens, padded=padded)]
 
 
 def pack_demonstrations(
@@ -100,8 +102,8 @@ def pack_alone(
     responses: Iterable[Trajectory], *, micro_tokens: int, device: torch.device, padded: bool = True, part: Part = ALL
 ) -> list[TokenBatch]:
     """The same for responses without advantages, which nothing is compared with."""
-    rows: list[Row] = [(response, 0.0, 0.0, 0) for response in responses]
-    return [_batch(rows, device) for rows in _cut(_taken(rows, part), micro_tokens, padded=padded)]
+    chosen: list[Weighed] = [(response, 0.0, 0.0, 0) for response in responses]
+    return [_batch(cut, device) for cut in _cut(_taken(chosen, part), micro_tokens, padded=padded)]
 
 
 def pack_contexts(contexts: Sequence[Sequence[int]], *, device: torch.device) -> TokenBatch:
@@ -128,11 +130,11 @@ def empty_batch(device: torch.device) -> TokenBatch:
     )
 
 
+Weighed = tuple[Trajectory, float, float, int]  # a response, its advantage, the weight of its tokens and its uses
+
+
 def _length(trajectory: Trajectory) -> int:
-    return len(trajectory.prompt) + len(trajectory.tokens)
-
-
-Row = tuple[Trajectory, float, float, int]  # a response, its advantage, the weight of its tokens and its uses
+    return sum(map(len, trajectory.rows))
 
 
 def _unsampled(prompt: Sequence[int], response: Sequence[int]) -> Trajectory:
@@ -140,51 +142,51 @@ def _unsampled(prompt: Sequence[int], response: Sequence[int]) -> Trajectory:
     return Trajectory(list(prompt), 0, list(response), nothing, nothing, version)
 
 
-def _taken(rows: list[Row], part: Part) -> list[Row]:
-    """The rows of one part, longest first. Each row goes to the part with the fewest tokens so far."""
+def _taken(responses: list[Weighed], part: Part) -> list[Weighed]:
+    """The responses of one part, longest first. Each goes to the part with the fewest tokens so far."""
     index, parts = part
-    taken: list[list[Row]] = [[] for _ in range(parts)]
+    taken: list[list[Weighed]] = [[] for _ in range(parts)]
     tokens = [0] * parts
-    for row in sorted(rows, key=lambda row: -_length(row[0])):  # stable: equal lengths keep the order of the groups
+    for one in sorted(responses, key=lambda one: -_length(one[0])):  # stable: equal lengths keep the order of groups
         least = tokens.index(min(tokens))
-        taken[least].append(row)
-        tokens[least] += _length(row[0])
+        taken[least].append(one)
+        tokens[least] += _length(one[0])
     return taken[index]
 
 
-def _cut(rows: list[Row], micro_tokens: int, *, padded: bool) -> list[list[Row]]:
-    """Cut rows into consecutive parts whose places stay within the budget. A row above the budget goes alone."""
-    parts: list[list[Row]] = []
-    held = 0  # places of the last part
-    for row in rows:
-        length = _length(row[0])
-        grown = _length(parts[-1][0][0]) * (len(parts[-1]) + 1) if parts and padded else held + length
-        if parts and grown <= micro_tokens:
-            parts[-1].append(row)
-            held = grown
+def _cut(responses: list[Weighed], micro_tokens: int, *, padded: bool) -> list[list[Weighed]]:
+    """Cut them into consecutive parts whose places stay within the budget. A response above the budget goes alone."""
+    parts: list[list[Weighed]] = []
+    rows = longest = places = 0  # of the last part
+    for one in responses:
+        lengths = [len(row) for row in one[0].rows]
+        rows, longest, places = rows + len(lengths), max(longest, *lengths), places + sum(lengths)
+        if parts and (rows * longest if padded else places) <= micro_tokens:
+            parts[-1].append(one)
         else:
-            parts.append([row])
-            held = length
+            parts.append([one])
+            rows, longest, places = len(lengths), max(lengths), sum(lengths)
     return parts
 
 
-def _batch(rows: list[Row], device: torch.device) -> TokenBatch:
-    trajectories = [trajectory for trajectory, *_ in rows]
-    lengths = np.array([_length(t) for t in trajectories])
+def _batch(responses: list[Weighed], device: torch.device) -> TokenBatch:
+    trajectories = [trajectory for trajectory, *_ in responses]
+    rows = [row for trajectory in trajectories for row in trajectory.rows]
+    lengths = np.array([len(row) for row in rows])
     counts = np.array([len(t.versions) for t in trajectories])  # sampled tokens of each
     ends = lengths.cumsum()
     starts = ends - lengths
-    ids = chain.from_iterable(chain(t.prompt, t.tokens) for t in trajectories)
+    ids = chain.from_iterable(chain(row.context, row.tokens) for row in rows)
     integers = _ship(
         [
             np.fromiter(ids, np.int64, int(ends[-1])),
             _runs(np.zeros_like(starts), lengths),
             np.concatenate([[0], ends]),
-            _predicting(trajectories, ends),
+            _predicting(rows, ends),
             np.fromiter(chain.from_iterable(t.own for t in trajectories), np.int64, int(counts.sum())),
             np.repeat((counts > 0).cumsum() - 1, counts),
             np.fromiter(chain.from_iterable(t.versions for t in trajectories), np.int64, int(counts.sum())),
-            np.repeat(np.array([uses for *_, uses in rows], dtype=np.int64), counts),
+            np.repeat(np.array([uses for *_, uses in responses], dtype=np.int64), counts),
         ],
         device,
     )
@@ -196,8 +198,8 @@ def _batch(rows: list[Row], device: torch.device) -> TokenBatch:
     behavior_logprobs, advantages, loss_weights, reference_logprobs, log_kept = _ship(
         [
             np.fromiter(chain.from_iterable(t.behavior_logprobs for t in trajectories), np.float32, int(counts.sum())),
-            np.repeat(np.array([advantage for _, advantage, *_ in rows], dtype=np.float32), counts),
-            np.repeat(np.array([weight for *_, weight, _ in rows], dtype=np.float32), counts),
+            np.repeat(np.array([advantage for _, advantage, *_ in responses], dtype=np.float32), counts),
+            np.repeat(np.array([weight for *_, weight, _ in responses], dtype=np.float32), counts),
             np.fromiter(chain.from_iterable(known), np.float32, int(counts.sum()) if referred else 0),
             np.fromiter(chain.from_iterable(kept), np.float32, int(counts.sum()) if truncated else 0),
         ],
@@ -221,13 +223,13 @@ def _batch(rows: list[Row], device: torch.device) -> TokenBatch:
     )
 
 
-def _predicting(trajectories: Sequence[Trajectory], ends: NDArray[Any]) -> NDArray[Any]:
-    """The places that predict sampled tokens. Token j of a response is predicted by start + prompt + j - 1."""
-    counts = np.array([len(t.tokens) for t in trajectories])
+def _predicting(rows: Sequence[Row], ends: NDArray[Any]) -> NDArray[Any]:
+    """The places that predict sampled tokens. Token j of a row is predicted by start + context + j - 1."""
+    counts = np.array([len(row.tokens) for row in rows])
     places = _runs(ends - counts - 1, counts)
-    if not any(t.sampled for t in trajectories):
+    if not any(row.sampled for row in rows):
         return places
-    sampled = chain.from_iterable(t.sampled or [True] * len(t.tokens) for t in trajectories)
+    sampled = chain.from_iterable(row.sampled or [True] * len(row.tokens) for row in rows)
     found: NDArray[Any] = places[np.fromiter(sampled, bool, len(places))]
     return found
 

@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from statistics import fmean
 from typing import Any
 
@@ -47,7 +47,7 @@ from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.packing import pack_alone
 from bapo.learn.state import fingerprint, frozen_weights
 from bapo.models.layers import without_additions
-from bapo.types import Group
+from bapo.types import Group, TokenBatch
 
 
 def initial(model: Any, *, moves: bool = False) -> Any:
@@ -95,26 +95,28 @@ class Reference:
         """Give the responses of these groups their log-probs under the reference, unless they have them."""
         compared = (t for group in groups for t in group.compared(self.settings.truncated))
         left = [t for t in compared if len(t.reference_logprobs) < len(t.versions)]
-        left.sort(key=lambda t: -len(t.prompt) - len(t.tokens))  # the order in which they are packed
+        left.sort(key=lambda t: -sum(map(len, t.rows)))  # the order in which they are packed
         batches = pack_alone(
             left,
             micro_tokens=self.settings.micro_tokens,
             device=self.whole.device,
             padded=not self.whole.packed,
         )
-        waiting = iter(left)
         with without_additions(self.whole.model) if self.additions else nullcontext():
-            for batch in batches:
-                read = partial(self.whole.head, targets=batch.targets, temperature=self.settings.temperature)
-                logprobs = iter(self.whole(batch, read).logprobs.tolist())
-                for trajectory in islice(waiting, len(batch.offsets) - 1):
-                    found = list(islice(logprobs, len(trajectory.versions)))
-                    if not all(map(math.isfinite, found)):
-                        raise ValueError(
-                            "learn.kl: the reference gives a token of a response a log-prob that is not finite, so "
-                            "there is no distance to it. Set model.dtype='float32', or learn.kl=0."
-                        )
-                    trajectory.reference_logprobs = found
+            logprobs = chain.from_iterable(self._logprobs(batch) for batch in batches)
+            for trajectory in left:
+                found = list(islice(logprobs, len(trajectory.versions)))
+                if not all(map(math.isfinite, found)):
+                    raise ValueError(
+                        "learn.kl: the reference gives a token of a response a log-prob that is not finite, so there "
+                        "is no distance to it. Set model.dtype='float32', or learn.kl=0."
+                    )
+                trajectory.reference_logprobs = found
+
+    def _logprobs(self, batch: TokenBatch) -> list[float]:
+        read = partial(self.whole.head, targets=batch.targets, temperature=self.settings.temperature)
+        found: list[float] = self.whole(batch, read).logprobs.tolist()
+        return found
 
 
 def mean_gap(groups: Sequence[Group], settings: LearnerSettings) -> float:

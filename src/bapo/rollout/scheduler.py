@@ -324,7 +324,7 @@ class Scheduler:
         self._under_way[self._next_request] = trajectory
         left = self.max_response_tokens - len(trajectory.tokens)
         return Request(
-            context=trajectory.prompt + trajectory.tokens,
+            context=trajectory.context,
             position=len(trajectory.tokens),
             seed=trajectory.seed,
             max_new_tokens=left if self.conversations is None else self.conversations.room(trajectory),

@@ -267,7 +267,8 @@ def _wrong_in(group: Group, *, newest: int, vocabulary: int) -> str:
             return "more entropies than tokens"
         if versions != sorted(versions) or not all(0 <= version <= newest for version in versions):
             return "versions that are not in order, or newer than the learner's"
-        if not each.prompt or not all(0 <= token < vocabulary for token in each.prompt + tokens):
+        known = [each.prompt, tokens, *(one["tokens"] for one in each.contexts)]
+        if not each.prompt or not all(0 <= token < vocabulary for ids in known for token in ids):
             return "no prompt, or tokens that the model does not know"
         if not all(isfinite(reward or 0.0) for reward in (each.reward, each.shaping, *each.rewards.values())):
             return "a reward that is not finite"
@@ -280,6 +281,12 @@ def _answered(response: Trajectory) -> bool:
     for answer in response.answers:
         if answer.keys() != kinds.keys() or not all(isinstance(answer[name], kind) for name, kind in kinds.items()):
             return False
+    begins = [answer["at"] + answer["tokens"] for answer in response.answers if answer["tokens"]]
+    forks = [(one.get("at"), one.get("tokens")) for one in response.contexts]
+    if not all(isinstance(ids, list) and ids and all(isinstance(each, int) for each in ids) for _, ids in forks):
+        return False
+    if [at for at, _ in forks] != [begin for begin in begins if begin in dict(forks)]:
+        return False
     spans = ((answer["at"], answer["tokens"]) for answer in response.answers)
     said = [place for begin, count in spans for place in range(begin, begin + min(count, len(response.tokens)))]
     return said == [place for place, own in enumerate(response.sampled) if not own]

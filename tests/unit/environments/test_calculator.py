@@ -47,6 +47,8 @@ def test_a_run_stopped_between_the_turns_of_conversations_resumes_bit_for_bit(tm
         ({"answers": one["answers"][:-1]}, "answers of its environment"),
         ({"answers": [*one["answers"][:-1], {**one["answers"][-1], "text": 7}]}, "answers of its environment"),
         ({"answers": [*one["answers"][:-1], {"at": 0}]}, "answers of its environment"),
+        ({"contexts": [{"at": 0, "tokens": [3]}]}, "answers of its environment"),
+        ({"contexts": [{"at": len(one["tokens"])}]}, "answers of its environment"),
         ({"sampled": ["yes"] * len(one["tokens"])}, "sampled"),
     ):
         sound = dict(one)

@@ -17,7 +17,7 @@ from bapo.rollout.engine import Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.scheduler import Scheduler, new_group
 from bapo.types import Group, Problem, Score, Status
-from tests.environments import Numbers, Ruled
+from tests.environments import Forgetful, Numbers, Ruled
 from tests.rollouts import teacher_forced
 from tests.tiny.models import STOP, tiny
 
@@ -26,6 +26,7 @@ ENDS = frozenset({STOP, *range(10, 16)})
 SAMPLING = Sampling(stop_ids=ENDS)
 ENGINE = LocalEngine(tiny(), slots=4)
 MOST = 24
+NUMBERS = Numbers()
 
 
 def problem(id: int) -> Problem:
@@ -42,8 +43,17 @@ def echo(turn: str, number: int) -> Answer:
     return Answer(" ".join(["7"] * (1 + length % 3)), over=number == 3, reward=float(length))
 
 
-def scheduler(environments: Ruled, *, retries: int = 2, max_turns: int | None = None, **options: object) -> Scheduler:
-    talk = Conversations(environments, Numbers(), ends=ENDS, max_tokens=MOST, max_turns=max_turns, retries=retries)
+def scheduler(
+    environments: Ruled,
+    *,
+    script: Numbers = NUMBERS,
+    retries: int = 2,
+    max_turns: int | None = None,
+    max_context: int | None = None,
+    **options: object,
+) -> Scheduler:
+    limits = {"max_tokens": MOST, "max_turns": max_turns, "max_context": max_context, "retries": retries}
+    talk = Conversations(environments, script, ends=ENDS, **limits)
     return Scheduler(SAMPLING, max_response_tokens=MOST, conversations=talk, **options)
 
 
@@ -101,6 +111,35 @@ def test_sampled_tokens_have_the_log_probs_of_a_full_pass_over_all_that_was_said
             logprobs = teacher_forced(ENGINE.model, t.prompt, t.tokens, 1.0)
             own = [i for i, sampled in enumerate(t.sampled or [True] * len(t.tokens)) if sampled]
             assert t.behavior_logprobs == pytest.approx([float(logprobs[i][t.tokens[i]]) for i in own], abs=1e-4)
+
+
+def test_a_conversation_may_go_on_from_what_is_left_of_earlier_turns():
+    """Each turn has its log-probs after what the script wrote, which is another context after a turn of two tokens."""
+    forks = 0
+    for group in finished(Ruled(echo), script=Forgetful()):
+        assert_sound(group)
+        for t in group.trajectories:
+            known, read, contexts = [], list(t.prompt), []
+            ends = [*(answer["at"] for answer in t.answers[1:-1]), len(t.tokens)]
+            begins = [answer["at"] + answer["tokens"] for answer in t.answers[:-1]]
+            for begin, end, after in zip(begins, ends, [*begins[1:], len(t.tokens)], strict=False):
+                turn = t.tokens[begin:end]
+                logprobs = teacher_forced(ENGINE.model, read, turn, 1.0)
+                known += [float(step[token]) for step, token in zip(logprobs, turn, strict=True)]
+                if said := t.tokens[end:after]:
+                    read += [turn[-1], *said]
+                    contexts += [{"at": after, "tokens": list(read)}] if len(turn) > 1 else []
+            assert t.behavior_logprobs == pytest.approx(known, abs=1e-4)
+            assert t.contexts == contexts
+            forks += len(contexts)
+    assert forks > 3
+
+
+def test_a_context_that_is_written_anew_keeps_to_the_room_that_the_model_has():
+    for group in finished(Ruled(echo), script=Forgetful(), max_context=9):
+        for t in group.trajectories:
+            assert all(len(row) <= 9 for row in t.rows)
+    assert any(len(t.prompt + t.tokens) > 9 for t in group.trajectories)
 
 
 def test_what_is_sampled_does_not_depend_on_when_answers_come():
@@ -219,15 +258,15 @@ def test_every_token_is_accounted_for_in_partial_rollouts_over_turns(budget, max
     assert sorted(seen) == [0, 1, 2]
 
 
-def play(stop_after: int | None, environments_after: Ruled | None = None) -> tuple[list[Group], list[Group]]:
+def play(stop_after: int | None, script: Numbers = NUMBERS) -> tuple[list[Group], list[Group]]:
     """All groups with a budget of 12 tokens per run; after some runs, another process goes on from the saved state."""
-    one = scheduler(Ruled(echo), token_budget=12)
+    one = scheduler(Ruled(echo), token_budget=12, script=script)
     one.admit(groups())
     done, dropped = [], []
     for version in range(30):
         if version == stop_after:
             state = json.loads(json.dumps(one.state_dict()))
-            one = scheduler(environments_after or Ruled(echo), token_budget=12)
+            one = scheduler(Ruled(echo), token_budget=12, script=script)
             one.load_state_dict(state)
         rollout = run(one, version)
         done += rollout.groups
@@ -235,11 +274,13 @@ def play(stop_after: int | None, environments_after: Ruled | None = None) -> tup
     return done, dropped
 
 
-def test_a_run_stopped_in_the_middle_of_conversations_goes_on_bit_for_bit():
-    whole, _ = play(None)
+@pytest.mark.parametrize("script", [NUMBERS, Forgetful()])
+def test_a_run_stopped_in_the_middle_of_conversations_goes_on_bit_for_bit(script):
+    whole, _ = play(None, script)
     assert len(whole) == 3
+    assert any(t.contexts for group in whole for t in group.trajectories) == (script is not NUMBERS)
     for stop_after in (1, 3, 5):
-        assert everything(play(stop_after)[0]) == everything(whole)
+        assert everything(play(stop_after, script)[0]) == everything(whole)
 
 
 def test_an_environment_that_answers_differently_after_a_resume_is_named():

@@ -3,6 +3,7 @@
 import pytest
 
 from bapo.environments.script import CUT, PolicyScript, tool_format
+from bapo.models.policy import encoded
 from bapo.types import Problem
 from tests.environments import QWEN, SEARCH
 from tests.environments import chatting as policy
@@ -70,6 +71,29 @@ def test_a_template_that_removes_earlier_reasoning_is_refused_where_it_does():
     shorter = QWEN.replace("THINKS", "false").replace("'\n' + said", "'\n' + (said if loop.last else said[:1])")
     with pytest.raises(ValueError, match="it changes the turn before"):
         PolicyScript(policy(shorter, template_options={"enable_thinking": False}))
+
+
+def test_the_context_of_a_turn_as_its_template_writes_it():
+    """Two turns with reasoning, of which the template keeps the last one's only, in the words of the template."""
+    assert PolicyScript(policy(), tools={"": [SEARCH]}).context(Problem("p", "Go.", None), "", []) is None
+    script = PolicyScript(policy(), forks=True)
+    turns = [
+        (encoded(script.policy.tokenizer, f"<think>\nhm\n</think>\n\n{move}<|im_end|>"), said)
+        for move, said in (("left", "a wall"), ("up", [{"role": "user", "content": "free"}]))
+    ]
+    found = script.policy.decode(script.context(Problem("p", "Play.", None), " Go.", turns))
+    written = [("user", "Play. Go."), ("assistant", "left"), ("user", "a wall"), ("assistant", "up"), ("user", "free")]
+    assert found == "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in written) + (
+        "<|im_start|>assistant\n"
+    )
+    calls = PolicyScript(policy(), tools={"": [SEARCH]}, forks=True)
+    asked = calls.prompt(Problem("p", "Find.", None), "")
+    turn = encoded(calls.policy.tokenizer, "<think>\nhm\n</think>\n\n<tool_call>{}</tool_call><|im_end|>")
+    told = [{"role": "tool", "name": "search", "content": "x"}]
+    as_it_stands = asked + turn + calls.observation(told)
+    assert calls.context(Problem("p", "Find.", None), "", [(turn, told)]) == as_it_stands  # so no row is needed
+    with pytest.raises(ValueError, match="this model has no chat"):
+        PolicyScript(policy(None), forks=True)
 
 
 def test_templates_that_cannot_hold_a_conversation_with_tools_are_refused():
