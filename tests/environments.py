@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bapo.environments.episode import Answer, Said
@@ -75,15 +75,18 @@ class Ruled:
     grading: Callable[[list[str]], Answer] = lambda turns: Answer()
     late: int = 0
     turn_ends: tuple[str, ...] = ()
+    name: str = "ruled"
+    keeps: bool = False
+    """Whether it offers its state: the turns so far, of which it remembers nothing else."""
     turns: dict[str, list[str]] = field(default_factory=dict)
     begun: Counter[str] = field(default_factory=Counter)
     waiting: list[list[object]] = field(default_factory=list)
 
-    def begin(self, key: str, problem: Problem) -> None:
+    def begin(self, key: str, problem: Problem, state: Any = None) -> None:
         assert key not in self.turns, "begun twice"
-        self.turns[key] = []
+        self.turns[key] = list(state or [])
         self.begun[key] += 1
-        self._answer(key, self.opening(problem))
+        self._answer(key, self.opening(problem) if state is None else Answer())
 
     def act(self, key: str, turn: str) -> None:
         self.turns[key].append(turn)
@@ -107,4 +110,5 @@ class Ruled:
     def _answer(self, key: str, answer: Answer) -> None:
         assert all(each[0] != key for each in self.waiting), "two open questions"
         calls = len(self.waiting) % self.late if self.late else 0
+        answer = replace(answer, state=list(self.turns[key])) if self.keeps else answer
         self.waiting.append([key, answer, calls])

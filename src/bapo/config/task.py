@@ -92,6 +92,9 @@ class EpisodeConfig(Section):
     answers the sums of countdown."""
     environment_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Arguments of the environment, such as env_id = "GuessTheNumber-v0" of textarena:make."""
+    environment_weights: dict[str, float] = Field(default_factory=dict)
+    """environment: how much more often than others each of several environments is played, by name; 1 if it is not
+    named, and 0 leaves it out. With data, the rows say which one is theirs."""
     tools: tuple[str, ...] = ()
     """Functions that the model may call, each as module:function, with type hints and a docstring that has Args. The
     methods of TRL's environment classes are tools without being named."""
@@ -142,7 +145,7 @@ class TaskConfig(EpisodeConfig, ProblemConfig):
         """Refuse keys that the chosen kind of task would ignore."""
         data = {"train", "test", "holdout", "prompt_column", "answer_column", "template", "max_prompt_tokens"}
         data |= {"reward", "judge", "reward_weights", "reward_isolated", "reward_retries"}
-        gym, played = {"gym", "gym_train", "gym_test"}, {"environment_train", "environment_test"}
+        gym, played = {"gym", "gym_train", "gym_test"}, {"environment_train", "environment_test", "environment_weights"}
         kinds = dict.fromkeys(gym, "gym") | dict.fromkeys(data, "data") | dict.fromkeys(played, "environment")
         used = {"reward", "reward_weights"} if self.name == "environment" else set()
         wanted = {key: kinds[key] for key in sorted(self.changed()) if kinds.get(key, self.name) != self.name}

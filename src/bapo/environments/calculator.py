@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
+from bapo.config.task import CALCULATOR
 from bapo.environments.episode import Answer
 from bapo.types import Problem
 
@@ -22,12 +24,13 @@ _SUM = re.compile(r"(?<![-+*0-9])[0-9]{1,9}(?:[-+*][0-9]{1,9})+=\Z", re.ASCII)
 class Calculator:
     """Answers at once, and remembers nothing."""
 
+    name = CALCULATOR
     turn_ends = ("=",)
 
     def __init__(self) -> None:
         self._said: list[tuple[str, Answer]] = []
 
-    def begin(self, key: str, problem: Problem) -> None:
+    def begin(self, key: str, problem: Problem, state: Any = None) -> None:
         """There is nothing to say about a problem."""
         self._said.append((key, Answer()))
 

@@ -13,7 +13,8 @@ up, with the cause. Nothing that failed on our side is trained on.
 
 Every answer is recorded in its response, with the place that it has there. An environment that failed, or is not there
 because the run was stopped and resumed, begins anew: it is given the recorded turns, its answers must be those that are
-recorded, and then it goes on. So the state of a conversation is its response, and no environment needs to be saved.
+recorded, and then it goes on. So the state of a conversation is its response, and no environment needs to be saved. One
+that cannot repeat itself may offer its state, which is recorded with its answers; it goes on from the last one.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ class Conversations:
         key, trajectory, turn = episode.key, episode.trajectory, episode.given
         answers = trajectory.answers
         if turn == 0:
-            self.environments.begin(key, episode.group.problem)
+            self.environments.begin(key, episode.group.problem, _state(answers))
         elif turn < len(answers) or not trajectory.ending:
             begin = _read(answers[:turn])
             end = answers[turn]["at"] if turn < len(answers) else len(trajectory.tokens)
@@ -163,11 +164,13 @@ class Conversations:
         if answer.failure:
             self._failed(episode, GRADER_FAILED if grading else ENVIRONMENT_FAILED, answer.failure)
             return
-        if turn < len(trajectory.answers):
+        if turn == 0 and _state(trajectory.answers) is not None:
+            episode.given = len(trajectory.answers) - 1  # it was restored
+        elif turn < len(trajectory.answers):
             told = {name: getattr(answer, name) for name in ("text", "over", "reward")}
             before = {name: trajectory.answers[turn][name] for name in told}
             if told != before:
-                self._give_up(episode, ENVIRONMENT_FAILED, _differs(turn, before, told))
+                self._give_up(episode, ENVIRONMENT_FAILED, f"{self.environments.name} {_differs(turn, before, told)}")
                 return
         else:
             try:
@@ -204,7 +207,8 @@ class Conversations:
             elif self.room(trajectory, len(said), context) <= 0:
                 trajectory.ending, said = CONTEXT, []
         place = {"at": len(trajectory.tokens), "tokens": len(said)}
-        trajectory.answers.append(place | {"text": answer.text, "over": answer.over, "reward": answer.reward})
+        kept = {} if answer.state is None else {"state": answer.state}
+        trajectory.answers.append(place | {"text": answer.text, "over": answer.over, "reward": answer.reward} | kept)
         if said:
             as_it_stands = trajectory.context + said
             trajectory.observe(said)
@@ -255,6 +259,11 @@ def reward_of(answers: Sequence[dict[str, Any]]) -> float | None:
     return grade if grade is not None else math.fsum(given) if given else None
 
 
+def _state(answers: Sequence[dict[str, Any]]) -> Any:
+    """What an environment said last that it can go on from; None if it is given the turns again."""
+    return answers[-1].get("state") if answers else None
+
+
 def _read(answers: Sequence[dict[str, Any]]) -> int:
     """How many tokens of a response come before what the policy wrote after these answers."""
     return answers[-1]["at"] + answers[-1]["tokens"] if answers else 0
@@ -280,5 +289,6 @@ def _differs(turn: int, before: dict[str, Any], now: dict[str, Any]) -> str:
     name = next(name for name in before if before[name] != now[name])
     which = "when it began" if turn == 0 else f"to turn {turn}"
     return (
-        f"given the same turns, it answered differently {which}: {name} {now[name]!r:.80}, before {before[name]!r:.80}"
+        f"answered differently {which}, given the same turns: {name} {now[name]!r:.80}, before {before[name]!r:.80}; "
+        "if it cannot repeat itself, give it state() and restore()"
     )

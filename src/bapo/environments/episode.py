@@ -8,7 +8,7 @@
 
 The scheduler asks and does not wait; answers come by `collect`, one for each `begin`, `act` and `grade`. Each episode
 has one question open at most. An environment that failed is not asked again: its episode is ended, and another one
-begins, is given the same turns and must answer as the first one did (`conversations.py`).
+begins, is given the same turns and must answer as the first one did, unless it offers its state (`conversations.py`).
 
 Text becomes tokens in `Script`, and in one direction only: what was sampled is never decoded and encoded again.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from bapo.types import Message, Problem
 
@@ -36,6 +36,8 @@ class Answer:
     reward: float | None = None
     """After `act`: of this step; the steps are added up. After `grade`: of the whole episode, in place of their sum.
     None: it has no opinion. If no answer of an episode has a reward, the task's verifier scores the transcript."""
+    state: Any = None
+    """What an environment that offers it can go on from, as JSON data. None: it is given the same turns instead."""
     failure: str = ""
     """Why the environment failed, and not the model, in a line; after `grade`, why the grader did. Tried again, and
     then the whole group leaves. An error of a tool is an observation, not a failure."""
@@ -48,8 +50,12 @@ class Environments(Protocol):
     def turn_ends(self) -> tuple[str, ...]:
         """Texts that end a turn besides the model's stop tokens, such as "=": tokens that end with one end a turn."""
 
-    def begin(self, key: str, problem: Problem) -> None:
-        """Start the episode of this name. Its answer may add something to the prompt."""
+    @property
+    def name(self) -> str:
+        """What a person calls them."""
+
+    def begin(self, key: str, problem: Problem, state: Any = None) -> None:
+        """Start the episode of this name. Its answer may add something to the prompt; with a state, it says nothing."""
 
     def act(self, key: str, turn: str) -> None:
         """Give the episode a finished turn, with its special tokens."""

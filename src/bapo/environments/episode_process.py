@@ -19,6 +19,7 @@ What is imported must survive a fork: threads, connections and devices belong in
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import resource
@@ -166,13 +167,16 @@ def _live(environments: Made, address: str, number: int, seconds: float, memory_
                 if question == "about":
                     reply = {"about": environments.about(*given)}
                 elif question == "begin":
-                    row, problem = given
+                    row, problem, state = given
                     seed = int.from_bytes(sha256(problem.encode()).digest()[:4], "big")
                     _seed(seed)
                     episode = environments.of(row)
-                    reply = episode.begin({key: row[key] for key in row if key != environments.chosen_by}, seed)
+                    row = {key: row[key] for key in row if key != environments.chosen_by}
+                    reply = episode.begin(row, seed) if state is None else episode.restore(row, state)
                 else:
                     reply = getattr(episode, question)(*given)
+                if question != "grade" and episode is not None and episode.keeps:
+                    reply |= {"state": json.loads(json.dumps(episode.state(), allow_nan=False))}
                 reply = _cut(reply, most)
             except MemoryError:
                 raise

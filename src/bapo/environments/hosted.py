@@ -134,9 +134,9 @@ class Hosted(AbstractContextManager["Hosted"]):
             self.close()
             raise
 
-    def begin(self, key: str, problem: Problem) -> None:
+    def begin(self, key: str, problem: Problem, state: Any = None) -> None:
         """Start an episode. Its process is forked when answers are collected."""
-        self._start(_Episode(key, ["begin", row_of(problem), problem.id]))
+        self._start(_Episode(key, ["begin", row_of(problem), problem.id, state]))
 
     def act(self, key: str, turn: str) -> None:
         """Give the episode a turn."""

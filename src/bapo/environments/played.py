@@ -8,6 +8,8 @@ need no data: then each problem is a seed.
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -149,10 +151,27 @@ def rows_of(task: TaskConfig) -> tuple[list[Problem], list[Problem]]:
 
 
 def _seeds(task: TaskConfig, part: str, count: int, names: Sequence[str]) -> list[Problem]:
-    """Problems that are no more than a name, of which an episode has its random numbers. Environments take turns."""
-    chosen = [{"environment": name} if name else {} for name in names]
-    source = str(task.environment)
-    return [Problem(f"{part}-{i}", "", None, source, chosen[i % len(chosen)]) for i in range(count)]
+    """Problems that are no more than a name, of which an episode has its random numbers.
+
+    Environments take turns, as often as their weights say: the one that is furthest behind comes next.
+    """
+    given = task.environment_weights
+    weights = {name: given.get(name, 1.0) for name in names}
+    total, possible = math.fsum(weights.values()), all(0 <= weight < math.inf for weight in weights.values())
+    refuse(
+        (
+            given.keys() - weights.keys() or not (possible and total),
+            f"task.environment_weights={given} does not weigh the environments of {task.environment}. Give numbers, 0 "
+            f"or more and not all 0, for some of {', '.join(filter(None, names)) or 'several: there is one'}.",
+        )
+    )
+    problems, times = [], Counter[str]()
+    for index in range(count):
+        name = max(weights, key=lambda name: (index + 1) * weights[name] / total - times[name])
+        times[name] += 1
+        row = {"environment": name} if name else {}
+        problems.append(Problem(f"{part}-{index}", "", None, str(task.environment), row))
+    return problems
 
 
 def rehearse(task: PlayedTask, policy: Policy) -> Iterator[tuple[str, str]]:

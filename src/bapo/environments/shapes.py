@@ -28,6 +28,8 @@ __all__ = ["Game", "Tools", "accepted", "is_game", "named", "public_methods"]
 
 RESERVED = ("reset", "get_reward")
 """Public methods of an environment of TRL's that are no tools."""
+STATE = ("state", "restore")
+"""Methods that say what an environment can go on from, and go on from it. With both of them, neither is a tool."""
 STARTS = ("reset", "init", "initial_observation")
 """What begins a game."""
 MESSAGE = {"role": "user", "content": ""}
@@ -62,7 +64,13 @@ def is_game(environment: Any) -> bool:
 def public_methods(environment: Any) -> list[Callable[..., Any]]:
     """The methods that are tools, in TRL's order. Looked up on the class: properties are not evaluated."""
     found = inspect.getmembers(type(environment), predicate=inspect.isfunction)
-    return [getattr(environment, name) for name, _ in found if name not in RESERVED and not name.startswith("_")]
+    reserved = RESERVED + (STATE if keeps_state(environment) else ())
+    return [getattr(environment, name) for name, _ in found if name not in reserved and not name.startswith("_")]
+
+
+def keeps_state(environment: Any) -> bool:
+    """Whether the environment offers `state` and `restore`."""
+    return all(callable(getattr(type(environment), name, None)) for name in STATE)
 
 
 def named(function: Callable[..., Any], row: Mapping[str, Any], **known: Any) -> dict[str, Any]:
@@ -94,6 +102,7 @@ class Tools:
         self.tools = {function.__name__: function for function in (*functions, *methods)}
         self.said: list[dict[str, Any]] = []
         self.row: Mapping[str, Any] = {}
+        self.keeps = keeps_state(environment)
 
     def begin(self, row: Mapping[str, Any], seed: int) -> Reply:
         """Reset the environment. What it returns is added to the prompt."""
@@ -118,6 +127,16 @@ class Tools:
             told = [_message(name, self._result(name, arguments)) for name, arguments in found]
         self.said += told
         return {"text": told, "over": not told}
+
+    def state(self) -> Any:
+        """What the episode can go on from."""
+        return [self.said, self.run(self.environment.state)]
+
+    def restore(self, row: Mapping[str, Any], state: Any) -> Reply:
+        """Go on from there."""
+        self.row, (self.said, own) = row, state
+        self.run(self.environment.restore, own)
+        return {}
 
     def grade(self) -> Reply:
         """The environment's own reward and those of functions that look at it, added up."""
@@ -156,6 +175,7 @@ class Game:
         self.game, self.run, self.total, self.shown = game, Loop(), 0.0, ""
         self.messages = 0
         """How much of a conversation that the game repeats was seen."""
+        self.keeps = keeps_state(game)
 
     def begin(self, row: Mapping[str, Any], seed: int) -> Reply:
         """Start the game. Text is added to the prompt; messages take its place."""
@@ -184,6 +204,16 @@ class Game:
         reward = 0.0 if reward is None else number(reward)
         self.total += reward
         return {"text": said, "reward": reward, "over": bool(over)}
+
+    def state(self) -> Any:
+        """What the game can go on from."""
+        return [self.total, self.shown, self.messages, self.run(self.game.state)]
+
+    def restore(self, row: Mapping[str, Any], state: Any) -> Reply:
+        """Go on from there."""
+        self.total, self.shown, self.messages, own = state
+        self.run(self.game.restore, own)
+        return {}
 
     def grade(self) -> Reply:
         """The rewards of all steps. An unfinished game keeps those that it gave."""

@@ -110,6 +110,53 @@ class Echo:
         return self.prefix + action, 0.25, self.turns == 3
 
 
+class Secret:
+    """Nobody can repeat it, but it says what it can go on from."""
+
+    def reset(self):
+        """Begin."""
+        self.number, self.tries = os.urandom(8).hex(), []
+
+    def look(self, how: str) -> str:
+        """
+        Look at it.
+
+        Args:
+            how: How.
+        """
+        self.tries.append({how} if how == "set" else how)
+        return f"{self.number} {len(self.tries)}"
+
+    def get_reward(self):
+        """How often it was looked at."""
+        return len(self.tries)
+
+    def state(self):
+        """What it can go on from."""
+        return {"number": self.number, "tries": self.tries}
+
+    def restore(self, state):
+        """Go on from there."""
+        self.__dict__.update(state)
+
+
+class Dice(Echo):
+    """A game that nobody can repeat."""
+
+    def step(self, action):
+        """Throw."""
+        said, *others = super().step(action)
+        return f"{said} {os.urandom(8).hex()}", *others
+
+    def state(self):
+        """What it can go on from."""
+        return self.turns
+
+    def restore(self, state):
+        """Go on from there."""
+        self.turns = state
+
+
 class Hostile:
     """Does what it is told."""
 
@@ -199,4 +246,5 @@ class Silent:
         """Begin."""
 
 
+KEEPING = {"secret": Secret, "dice": Dice}
 GAMES = {"echo": Echo, "twice": Echo}

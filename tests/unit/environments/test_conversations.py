@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -296,8 +297,36 @@ def test_an_environment_that_answers_differently_after_a_resume_is_named():
     one = scheduler(Ruled(other))
     one.load_state_dict(json.loads(json.dumps(state)))
     rollout = run(one)
-    assert "given the same turns, it answered differently to turn 1: text" in rollout.causes[0]
+    assert "ruled answered differently to turn 1, given the same turns: text" in rollout.causes[0]
     assert rollout.groups == []
+
+
+def test_an_environment_that_offers_its_state_goes_on_from_it():
+    """One that never answers the same twice, because its numbers are those of its answers."""
+    said = count(10)
+
+    def rule(turn: str, number: int) -> Answer:
+        return Answer(" ".join(str(next(said))), over=number == 4, reward=1.0)
+
+    one = scheduler(Ruled(rule, keeps=True), token_budget=12)
+    one.admit(groups())
+    done, causes = [], {}
+    for version in range(20):
+        rollout = run(one, version)
+        done, causes = done + rollout.groups, causes | rollout.causes
+        state = json.loads(json.dumps(one.state_dict()))
+        one = scheduler(Ruled(rule, keeps=True), token_budget=12)  # another process
+        one.load_state_dict(state)
+    assert (len(done), causes) == (3, {})
+    told = [answer["text"] for group in done for t in group.trajectories for answer in t.answers[1:-1]]
+    assert len(set(told)) == len(told) == next(said) - 10 > 9
+    for group in done:
+        assert_sound(group)
+        for t in group.trajectories:
+            begins = [answer["at"] + answer["tokens"] for answer in t.answers]
+            ends = [answer["at"] for answer in t.answers[1:-1]]
+            turns = [NUMBERS.turn(t.tokens[begin:end]) for begin, end in zip(begins, ends, strict=False)]
+            assert [answer["state"] for answer in t.answers[1:-1]] == [turns[: n + 1] for n in range(len(turns))]
 
 
 def test_a_bookmark_takes_conversations_back():

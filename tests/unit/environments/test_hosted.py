@@ -74,6 +74,36 @@ def test_episodes_live_side_by_side_and_those_of_one_problem_begin_alike(everyth
     assert everything.collect(5) == []  # at once: no question is open
 
 
+def test_what_offers_its_state_goes_on_from_it_in_another_process():
+    with hosted("KEEPING", seconds=10) as environments:
+        assert [tool["function"]["name"] for tool in environments.about["secret"]["tools"]] == ["look"]
+        rows = {name: Problem("p", "What?", None, extra={"environment": name}) for name in ("secret", "dice")}
+        turns = {"secret": call("look", how="up"), "dice": "six"}
+        for name, row in rows.items():
+            environments.begin(name, row)
+        assert all(answer.state is not None for answer in answers(environments, 2).values())
+        first = {}
+        for name, turn in turns.items():
+            environments.act(name, turn)
+        first = answers(environments, 2)
+        for name, row in rows.items():
+            environments.end(name)
+            environments.begin(name, row, json.loads(json.dumps(first[name].state)))
+        assert {answer.text for answer in answers(environments, 2).values()} == {""}
+        for name, turn in turns.items():
+            environments.act(name, turn)
+        second = answers(environments, 2)
+        before, after = (found["secret"].text[0]["content"].split() for found in (first, second))
+        assert (before[0], before[1], after[1]) == (after[0], "1", "2")
+        environments.act("dice", "six")
+        assert answers(environments, 1)["dice"].over  # three turns in two processes
+        for name in rows:
+            environments.grade(name)
+        assert {name: answer.reward for name, answer in answers(environments, 2).items()} == {"secret": 2, "dice": 0.75}
+        environments.act("secret", call("look", how="set"))
+        assert answers(environments, 1)["secret"].failure == "TypeError: Object of type set is not JSON serializable"
+
+
 def test_an_episode_may_be_ended_at_any_time_and_begin_again(everything):
     echo = Problem("p", "What?", None, extra={"environment": "echo"})
     everything.begin("x", echo)

@@ -11,10 +11,10 @@ from bapo.config.command_line import parse_arguments
 from bapo.config.errors import ConfigError
 from bapo.config.recipe import parse, read_recipe
 from bapo.config.run import Config
-from bapo.config.task import EpisodeConfig
+from bapo.config.task import EpisodeConfig, TaskConfig
 from bapo.demo import model_path
 from bapo.environments.conversations import Conversations
-from bapo.environments.played import conversations_of, rehearse
+from bapo.environments.played import _seeds, conversations_of, rehearse
 from bapo.environments.played import rows_of as rows_of_task
 from bapo.evaluate import Arguments
 from bapo.evaluate.evaluation import load_data_sets
@@ -61,7 +61,17 @@ def test_several_environments_take_turns(policy):
         made(policy, environment=f"{HERE}:ALL")
     task, _ = made(policy, environment=f"{HERE}:GAMES", environment_train=3)
     assert [problem.extra["environment"] for problem in task.train] == ["echo", "twice", "echo"]
-    task.environments.close()
+    task.close()
+    for given, chosen in (
+        ({"echo": 3}, "eete" * 2),
+        ({"echo": 0.0, "twice": 0.2}, "t" * 8),
+        ({"twice": 1.5}, "tetettet"),
+    ):
+        drawn = _seeds(TaskConfig(environment="x:y", environment_weights=given), "train", 8, ["echo", "twice"])
+        assert "".join(problem.extra["environment"][0] for problem in drawn) == chosen
+    for given in ({"other": 1.0}, {"echo": -1.0}, {"echo": 0.0, "twice": 0.0}):
+        with pytest.raises(ValueError, match="does not weigh the environments of x:y"):
+            _seeds(TaskConfig(environment="x:y", environment_weights=given), "train", 8, ["echo", "twice"])
 
 
 def test_rows_need_neither_prompt_nor_answer_and_may_be_equal(tmp_path, policy):
@@ -124,6 +134,7 @@ def test_where_nothing_inside_gives_a_reward_the_verifier_reads_the_transcript(t
     [
         ({"turns": 3}, "task.turns is about environments"),
         ({"tool_seconds": 3, "train": ["a"], "test": ["b"]}, "task.tool_seconds is about environments"),
+        ({"environment_weights": {"a": 3}, "environment": "calculator"}, "belongs to task.name='environment'"),
         ({"environment_train": 3}, "task.environment_train belongs to task.name='environment'"),
         ({"name": "gym", "gym": {"gcd": {}}, "environment": "a:b"}, "is for one turn"),
         ({"name": "environment"}, "needs an environment"),
