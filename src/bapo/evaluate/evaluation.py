@@ -37,7 +37,7 @@ from bapo.environments.played import PlayedTask, conversations_of
 from bapo.evaluate.directory import opened
 from bapo.evaluate.estimates import Row, mean, results
 from bapo.evaluate.options import COUNTDOWN, DEFAULT_MAX_TOKENS, LEAVES_OUT_NOTHING, Settings, sampling_of
-from bapo.evaluate.progress import make_progress
+from bapo.evaluate.progress import EvaluationView
 from bapo.evaluate.results_page import page
 from bapo.evaluate.sampling import Response, sample
 from bapo.models import Policy, hush, load_policy, prompt_text
@@ -101,7 +101,7 @@ def evaluate_model(settings: Settings, out: Path | None, stream: TextIO) -> tupl
     with opened(path, made.identity) as directory:
         rows = directory.complete([(name, [problem.id for problem in problems]) for name, problems in chunks])
         with (
-            make_progress(settings, path, total, rows, stream) as progress,
+            EvaluationView(settings, path, total, rows, stream) as progress,
             open_scorers(made, needed=len(rows) < total) as scorers,
         ):
             done = 0

@@ -6,7 +6,7 @@ What depends on the machine, the model and the data (device, length limit, finge
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -27,6 +27,19 @@ DEFAULT_K = 16
 DEFAULT_MAX_TOKENS = 4096  # length limit of a response if none is given and the model has room for it
 LEAVES_OUT_NOTHING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 """Truncation that does nothing, which an evaluation's identity does not mention."""
+
+POSSIBLE: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("k", "max_tokens", "problems", "slots", "chunk"), (lambda count: count >= 1, "1 or more")),
+    "threads": (lambda count: 1 <= count <= MOST_THREADS, f"from 1 to {MOST_THREADS}"),
+    "temperature": (lambda value: 0 <= value < math.inf, "a finite number, 0 or more. 0 is greedy"),
+    "top_p": (lambda share: 0 < share <= 1, "a share above 0. 1 leaves out nothing"),
+    "top_k": (lambda count: count >= 0, "0 or more. 0 leaves out nothing"),
+    "min_p": (lambda share: 0 <= share <= 1, "a share. 0 leaves out nothing"),
+    "holdout": (lambda share: 0 <= share < 1, "a share below 1. 0 uses all problems"),
+    "reward_seconds": (lambda seconds: 0 < seconds < math.inf, "a finite number above 0"),
+    "reward_memory_mb": (lambda size: size >= 256, "256 or more"),
+}
+"""Whether an option can have a value, and in words which ones it can have."""
 
 if TYPE_CHECKING:
     Decided = int
@@ -136,30 +149,15 @@ class Settings:
         object.__setattr__(self, "data", data_names(self.data) or ((COUNTDOWN,) if calculator else ()))
         if self.k is None:
             object.__setattr__(self, "k", 1 if self.temperature == 0 else DEFAULT_K)
-        least = dict.fromkeys(("k", "max_tokens", "problems", "slots", "chunk", "threads"), 1)
-        for key, lowest in (least | {"reward_memory_mb": 256, "top_k": 0}).items():
-            if (value := getattr(self, key)) is not None and value < lowest:
-                raise ConfigError(f"--{key.replace('_', '-')} {value}: it must be {lowest} or more.")
-        if self.threads is not None and self.threads > MOST_THREADS:
-            raise ConfigError(f"--threads {self.threads}: it must be {MOST_THREADS} or fewer.")
-        if not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"--temperature {self.temperature}: it must be a finite number, 0 or more. 0 is greedy.")
-        if self.temperature == 0 and self.k > 1:
+        for key, (possible, words) in POSSIBLE.items():
+            if (value := getattr(self, key)) is not None and not possible(value):
+                raise ConfigError(f"--{key.replace('_', '-')} {value}: it must be {words}.")
+        truncates = any(getattr(self, key) != off for key, off in LEAVES_OUT_NOTHING.items())
+        if self.temperature == 0 and (truncates or self.k > 1):
             raise ConfigError(
-                f"--k {self.k} at --temperature 0: greedy responses to one problem are all the same, so one is enough. "
-                "Set --k 1, or a temperature above 0."
+                "--temperature 0 is greedy: it takes the likeliest token, so all responses to a problem are the same. "
+                "Leave out --top-p, --top-k and --min-p, and give --k 1; or set a temperature above 0."
             )
-        for key, possible in {"top_p": 0 < self.top_p <= 1, "min_p": 0 <= self.min_p <= 1}.items():
-            if not possible:
-                off = f"{LEAVES_OUT_NOTHING[key]:g} leaves out nothing."
-                raise ConfigError(f"--{key.replace('_', '-')} {getattr(self, key)}: it must be a share. {off}")
-        if self.temperature == 0 and any(getattr(self, key) != off for key, off in LEAVES_OUT_NOTHING.items()):
-            raise ConfigError(
-                "--top-p, --top-k and --min-p at --temperature 0: greedy takes the likeliest token, which they always "
-                "leave. Leave them out, or set a temperature above 0."
-            )
-        if not 0 <= self.holdout < 1:
-            raise ConfigError(f"--holdout {self.holdout}: it must be a share, from 0 to below 1. 0 uses all problems.")
         if not self.data and self.episodes.environment is None:
             raise ConfigError("--data names no data set. Give for example --data gsm8k, or name=path.")
         if idle := self.episodes.idle.replace("_", "-"):
@@ -171,8 +169,6 @@ class Settings:
                 f"--environment {CALCULATOR} is for --data {COUNTDOWN} alone, which has no other one. Leave out one of "
                 "them."
             )
-        if not 0 < self.reward_seconds < math.inf:
-            raise ConfigError(f"--reward-seconds {self.reward_seconds}: it must be a finite number above 0.")
         for one in self.rewards:
             if one == "judge":
                 raise ConfigError(

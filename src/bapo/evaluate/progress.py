@@ -21,18 +21,15 @@ from bapo.config.numerals import counted
 from bapo.evaluate.estimates import Row, by_data_set
 from bapo.evaluate.options import Settings, sampling_of
 from bapo.screen.steady import SteadyLive
-from bapo.screen.terminal import aligned, can_redraw, duration, eta, make_console, shortened, write_line
+from bapo.screen.terminal import aligned, can_redraw, eta, make_console, shortened, write_line
 from bapo.screen.watch import OnScreen, Tell, in_lines
 
 
-def make_progress(settings: Settings, path: Path, total: int, rows: Sequence[Row], stream: TextIO) -> PlainProgress:
-    """A bar that is redrawn in place if the stream is a terminal, otherwise lines."""
-    kind = LiveProgress if can_redraw(stream) else PlainProgress
-    return kind(settings, path, total, rows, stream)
+class EvaluationView:
+    """A bar that is redrawn in place if the stream is a terminal, with a line below it for the chunk in progress.
 
-
-class PlainProgress:
-    """Lines for a log file or a pipe."""
+    Otherwise lines.
+    """
 
     def __init__(
         self,
@@ -44,60 +41,10 @@ class PlainProgress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings, self.path, self.total, self.stream, self.clock = settings, path, total, stream, clock
-        self.before, self.done, self.name, self.began = len(rows), 0, "", clock()
+        self.before, self.done, self.name, self.remaining, self.began = len(rows), 0, "", "", clock()
         self.rewards: dict[str, list[float]] = {}
         self._count(rows)
-
-    def __enter__(self) -> Self:
-        self.note(
-            f"{self.settings.model}: {counted(self.total, 'problem')}, {counted(self.settings.k, 'response')} each, "
-            f"{sampling_of(vars(self.settings)).words}, in {self.path}"
-        )
-        if self.before:
-            self.note(f"{self.before} of {self.total} problems were already done")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return
-
-    def sampling(self, name: str) -> AbstractContextManager[Tell]:
-        """While a chunk of this data set is sampled and scored: a watch to tell how far it is."""
-        self.name = name
-        return in_lines("sampling", self.note, self.clock)
-
-    def saved(self, rows: Sequence[Row]) -> None:
-        """A chunk is on the disk."""
-        self._count(rows)
-        self.note(f"{self.done}/{self.total} problems  {self.score()}  {self.remaining()}")
-
-    def note(self, text: str) -> None:
-        """Print a line."""
-        write_line(self.stream, text)
-
-    def score(self) -> str:
-        """`gsm8k avg@16 0.412`: the score so far of the data set in progress."""
-        rewards = self.rewards.get(self.name)
-        return f"{self.name} avg@{self.settings.k} {fmean(rewards):.3f}" if rewards else self.name
-
-    def remaining(self) -> str:
-        """`eta 4:10`, as of now; empty until a chunk is done."""
-        return eta(self.total - self.done, self.done - self.before, self.clock() - self.began)
-
-    def _count(self, rows: Sequence[Row]) -> None:
-        self.done += len(rows)
-        for row in rows:
-            rewards = [response["reward"] or 0.0 for response in row["responses"]]
-            self.rewards.setdefault(row["data"], []).append(fmean(rewards))
-
-
-class LiveProgress(PlainProgress):
-    """A bar that is redrawn in place, and a line below it for the chunk in progress."""
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        self.chunk = OnScreen(self.clock)
-        self.ends: float | None = None
-        console = make_console(self.stream)
+        self.work, console = OnScreen(clock), make_console(stream)
         self.bar = Progress(
             BarColumn(bar_width=None),
             TextColumn("{task.completed}/{task.total} problems"),
@@ -107,31 +54,55 @@ class LiveProgress(PlainProgress):
             console=console,
             expand=True,
         )
-        self.task = self.bar.add_task("", total=self.total, completed=self.done, score="", remaining="")
-        self.live = SteadyLive(console, self.frame)
-        self.live.start()
+        self.task = self.bar.add_task("", total=total, completed=self.done, score="", remaining="")
+        self.live = SteadyLive(console, self.frame) if can_redraw(stream) else None
+
+    def __enter__(self) -> Self:
+        self._say(
+            f"{self.settings.model}: {counted(self.total, 'problem')}, {counted(self.settings.k, 'response')} each, "
+            f"{sampling_of(vars(self.settings)).words}, in {self.path}"
+        )
+        if self.before:
+            self._say(f"{self.before} of {self.total} problems were already done")
+        if self.live is not None:
+            self.live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.live.stop()
+        if self.live is not None:
+            self.live.stop()
 
     def sampling(self, name: str) -> AbstractContextManager[Tell]:
         """While a chunk of this data set is sampled and scored: a watch to tell how far it is."""
         self.name = name
-        return self.chunk.doing("sampling")
+        return in_lines("sampling", self._say, self.clock) if self.live is None else self.work.doing("sampling")
 
     def saved(self, rows: Sequence[Row]) -> None:
         """A chunk is on the disk."""
         self._count(rows)
-        now = self.clock()
-        self.ends = now + (self.total - self.done) * (now - self.began) / (self.done - self.before)
+        self.remaining = eta(self.total - self.done, self.done - self.before, self.clock() - self.began)
+        if self.live is None:
+            self._say(f"{self.done}/{self.total} problems  {self.score()}  {self.remaining}")
+
+    def score(self) -> str:
+        """`gsm8k avg@16 0.412`: the score so far of the data set in progress."""
+        rewards = self.rewards.get(self.name)
+        return f"{self.name} avg@{self.settings.k} {fmean(rewards):.3f}" if rewards else self.name
 
     def frame(self) -> RenderableType:
-        """What the screen shows now. The time left counts down between two chunks."""
-        remaining = "" if self.ends is None else f"eta {duration(self.ends - self.clock())}"
-        self.bar.update(self.task, completed=self.done, score=self.score(), remaining=remaining)
-        line = Text(self.chunk.line, "dim", no_wrap=True, overflow="ellipsis")  # may be empty, so that nothing moves
+        """What the screen shows now."""
+        self.bar.update(self.task, completed=self.done, score=self.score(), remaining=self.remaining)
+        line = Text(self.work.line, "dim", no_wrap=True, overflow="ellipsis")  # may be empty, so that nothing moves
         return Group(self.bar, line) if self.done < self.total else self.bar
+
+    def _say(self, text: str) -> None:
+        write_line(self.stream, text)
+
+    def _count(self, rows: Sequence[Row]) -> None:
+        self.done += len(rows)
+        for row in rows:
+            rewards = [response["reward"] or 0.0 for response in row["responses"]]
+            self.rewards.setdefault(row["data"], []).append(fmean(rewards))
 
 
 def results_table(results: dict[str, Any]) -> str:

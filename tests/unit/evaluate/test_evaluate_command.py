@@ -248,9 +248,9 @@ def test_greedy_takes_one_response(tmp_path, capsys):
     assert json.loads((out / "results.json").read_text())["k"] == 1
     capsys.readouterr()
     assert run([*arguments, "--temperature", "0", "--k", "4", "--out", str(out)]) == 2
-    assert "--k 4 at --temperature 0: greedy responses to one problem are all the same" in capsys.readouterr().err
+    assert "--temperature 0 is greedy: it takes the likeliest token" in capsys.readouterr().err
     assert run([*arguments, "--temperature", "0", "--top-p", "0.9", "--out", str(out)]) == 2
-    assert "greedy takes the likeliest token" in capsys.readouterr().err
+    assert "Leave out --top-p, --top-k and --min-p" in capsys.readouterr().err
 
 
 def test_truncation_that_leaves_only_the_likeliest_token_is_greedy(tmp_path, capsys):
@@ -335,8 +335,12 @@ def test_saved_rows_of_another_form_are_refused_with_words(whole, tmp_path, caps
         (["--model", "demo", "--data", ","], 2, "names no data set"),
         (["--model", "demo", "--data", "countdown", "--k", "0"], 2, "--k 0: it must be 1 or more"),
         (["--model", "demo", "--data", "countdown", "--temperature", "-1"], 2, "--temperature -1.0"),
-        (["--model", "demo", "--data", "countdown", "--top-p", "0"], 2, "--top-p 0.0: it must be a share. 1 leaves"),
-        (["--model", "demo", "--data", "countdown", "--top-k", "-1"], 2, "--top-k -1: it must be 0 or more."),
+        (
+            ["--model", "demo", "--data", "countdown", "--top-p", "0"],
+            2,
+            "--top-p 0.0: it must be a share above 0. 1",
+        ),
+        (["--model", "demo", "--data", "countdown", "--top-k", "-1"], 2, "--top-k -1: it must be 0 or more. 0 leaves"),
         (["--model", "demo", "--data", "countdown", "--reward", "maths"], 2, "neither math nor module:function"),
         (
             ["--model", "demo", "--data", "countdown", "--reward", "math,judge"],

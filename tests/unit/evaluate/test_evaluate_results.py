@@ -14,7 +14,7 @@ from bapo.evaluate import avg_at_k, maj_at_k, pass_at_k
 from bapo.evaluate.directory import opened
 from bapo.evaluate.estimates import figures, powers_up_to, problem_figures, results
 from bapo.evaluate.options import Settings
-from bapo.evaluate.progress import LiveProgress, PlainProgress, failure_note, make_progress, results_table
+from bapo.evaluate.progress import EvaluationView, failure_note, results_table
 from bapo.evaluate.results_page import page
 from bapo.rollout.engine import Sampled
 
@@ -202,9 +202,9 @@ def test_plain_progress_counts_only_what_it_did_itself():
     now = [100.0]
     stream = io.StringIO()
     settings = Settings("m", ("d",), k=4)
-    with PlainProgress(settings, "out", 10, [EASY] * 2, stream, clock=lambda: now[0]) as progress:
+    with EvaluationView(settings, "out", 10, [EASY] * 2, stream, clock=lambda: now[0]) as progress:
         with progress.sampling("d"):
-            assert progress.remaining() == ""
+            assert progress.remaining == ""
         now[0] += 30
         progress.saved([HARD] * 2)
     lines = stream.getvalue().splitlines()
@@ -218,21 +218,20 @@ def test_a_terminal_gets_a_bar(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     stream = Terminal()
     settings = Settings("m", ("d",), k=4)
-    with make_progress(settings, "out", 2, [], stream) as progress:
-        assert isinstance(progress, LiveProgress)
+    with EvaluationView(settings, "out", 2, [], stream) as progress:
         with progress.sampling("d"):
             progress.saved([EASY])
         progress.saved([HARD])
     assert "2/2 problems" in stream.getvalue()
     assert "avg@4 0.375" in stream.getvalue()
     monkeypatch.setenv("TERM", "dumb")
-    assert type(make_progress(settings, "out", 2, [], stream)) is PlainProgress
+    assert EvaluationView(settings, "out", 2, [], stream).live is None
 
 
 def test_progress_within_a_chunk_in_lines():
     now = [0.0]
     stream = io.StringIO()
-    with PlainProgress(Settings("m", ("d",), k=4), "out", 2, [], stream, clock=lambda: now[0]) as progress:
+    with EvaluationView(Settings("m", ("d",), k=4), "out", 2, [], stream, clock=lambda: now[0]) as progress:
         for seconds in (20, 50):
             with progress.sampling("d") as watch:
                 now[0] += seconds
@@ -240,7 +239,8 @@ def test_progress_within_a_chunk_in_lines():
     assert stream.getvalue().splitlines()[1:] == ["sampling: 3/8 responses, 1,000 tokens, 20 tokens/s"]
 
 
-def test_progress_within_a_chunk_below_the_bar():
+def test_progress_within_a_chunk_below_the_bar(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
     now = [0.0]
     stream = Terminal()
 
@@ -251,7 +251,7 @@ def test_progress_within_a_chunk_below_the_bar():
         return capture.get().splitlines()
 
     settings = Settings("m", ("d",), k=4)
-    with LiveProgress(settings, "out", 2, [], stream, clock=lambda: now[0]) as progress:
+    with EvaluationView(settings, "out", 2, [], stream, clock=lambda: now[0]) as progress:
         assert [line.strip() for line in shown()[1:]] == [""]
         with progress.sampling("d") as watch:
             watch(Sampled(0, 8, 0))
