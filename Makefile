@@ -160,8 +160,7 @@ $(VERL)/.installed: pyproject.toml constraints/verl.txt
 	@touch $@
 
 # SkyRL, OpenRLHF, AReaL and Tinker without their dependencies (OpenRLHF is all Python, but its wheel names one kind of
-# machine), and older verls beside the installed one: 0.6.0 is the last whose actors want four values from a policy loss,
-# and needs the transformers of its day.
+# machine), and older verls beside the installed one.
 SITE = $(shell $(VERL)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 OLDER = $(VERL)/bin/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VERL)/older
 $(VERL)/.frameworks: $(VERL)/.installed constraints/frameworks.txt
@@ -169,6 +168,5 @@ $(VERL)/.frameworks: $(VERL)/.installed constraints/frameworks.txt
 		-r constraints/frameworks.txt
 	$(VERL)/bin/pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
 		--platform manylinux1_x86_64 --target $(SITE) openrlhf==0.11.2
-	$(OLDER)/verl-0.6.0 verl==0.6.0 transformers==4.57.6 huggingface-hub==0.36.2
-	for version in 0.7.1 0.8.0 0.9.0; do $(OLDER)/verl-$$version verl==$$version || exit 1; done
+	for version in 0.8.0 0.9.0; do $(OLDER)/verl-$$version verl==$$version || exit 1; done
 	@touch $@

@@ -31,7 +31,6 @@ verl then renames the loss to `bypass_mode`, so that name leads here too where t
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -57,8 +56,8 @@ from bapo.core.entropy_rule import clip_statistics
 from bapo.core.loss import clipped_at, update_table
 from bapo.core.settings import CLIP_OPTIONS, ClipSettings, require_choice
 
-TESTED_VERSIONS = "0.9.1; its loss alone with 0.6.0, 0.7.1, 0.8.0 and 0.9.0 too"
-"""verl versions the tests ran with; others are let in as long as the names used here are there."""
+TESTED_VERSIONS = "0.9.1; its loss alone with 0.8.0 and 0.9.0 too"
+"""verl versions the tests ran with; others from 0.8 on are let in as long as the names used here are there."""
 
 try:
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, agg_loss, register_policy_loss
@@ -72,9 +71,7 @@ __all__ = ["TESTED_VERSIONS", "BapoPolicyLossConfig", "bapo_policy_loss"]
 NAME = "bapo"
 BYPASS = "bypass_mode"
 TARGET = "bapo.adapters.verl.BapoPolicyLossConfig"
-verl_bypass_mode = POLICY_LOSS_REGISTRY.get(BYPASS)  # from 0.7 on
-RETURNS_FOUR = "dict" not in str(inspect.signature(POLICY_LOSS_REGISTRY["vanilla"]).return_annotation)
-"""Whether verl's actors expect (loss, clip fraction, KL, lower clip fraction), as up to 0.6.0, or (loss, metrics)."""
+verl_bypass_mode = POLICY_LOSS_REGISTRY[BYPASS]
 
 
 @dataclass
@@ -119,7 +116,7 @@ class BapoPolicyLossConfig(PolicyLossConfig):
                 f"policy_loss._target_ is {TARGET}, but policy_loss.loss_mode={self.loss_mode!r}: its settings would "
                 f"be ignored. Set actor_rollout_ref.actor.policy_loss.loss_mode={NAME}."
             )
-        correction = _correction_of(self)
+        correction = self.rollout_correction
         if correction.get("bypass_mode", False) and correction.get("loss_type", "ppo_clip") != "ppo_clip":
             raise ValueError(
                 f"rollout_correction.loss_type={correction.get('loss_type')!r} has no clip, so there are no bounds to "
@@ -127,14 +124,7 @@ class BapoPolicyLossConfig(PolicyLossConfig):
             )
         rule = self.clip_settings.rule_of_used
         if rule is not None:
-            try:
-                count_epochs()
-            except ImportError as error:
-                raise ValueError(
-                    f"actor_rollout_ref.actor.policy_loss.{rule} needs the epoch, which we count in "
-                    f"TrainingWorker.train_mini_batch. This version of verl does not have it ({error}). Set "
-                    "policy_loss.objective=brake_all or grpo, which do not need it, or use verl 0.8 or newer."
-                ) from None
+            count_epochs()
         if self.scope == "update" or rule is not None:
             hook_engine()
 
@@ -291,7 +281,7 @@ def bapo_policy_loss(
     loss_agg_mode: str = "token-mean",
     config: Any = None,  # verl's ActorConfig
     rollout_is_weights: Tensor | None = None,  # same shape, >= 0
-) -> tuple[Any, ...]:
+) -> tuple[Tensor, dict[str, float]]:
     """verl's policy loss of one micro-batch, clipped at bounds solved by its scope, and what verl's actors log.
 
         L_t = -w_t min(r_t A_t, clip(r_t, low, high) A_t),   r_t = exp(log_prob_t - old_log_prob_t)
@@ -300,7 +290,7 @@ def bapo_policy_loss(
     """
     options = _checked_options(config)
     mask = response_mask.bool()
-    correction = _correction_of(options)
+    correction: Any = options.rollout_correction
     rejections: dict[str, float] = {}
     if correction.get("bypass_mode", False) or options.loss_mode == BYPASS:
         rollout_is_weights = None  # the ratio itself is to the policy that sampled
@@ -329,7 +319,7 @@ def bapo_policy_loss(
 
     dual_clip = options.dual_clip
     clipped = clipped_at(bounds, log_prob, old_log_prob, advantages, mask, uses=uses, dual_clip=dual_clip)
-    totals = getattr(config, "global_batch_info", {})  # of the whole step; before 0.7 there are none
+    totals = config.global_batch_info  # of the whole step
     loss = agg_loss(loss_mat=clipped.loss, loss_mask=mask, loss_agg_mode=loss_agg_mode, **totals)
 
     statistics = clip_statistics(clipped.tokens, clipped.retained)
@@ -340,8 +330,6 @@ def bapo_policy_loss(
     }
     numbers = floats_of(metrics)
     refuse_nan(numbers["bapo/share"], "log-probs, advantages or rollout_is_weights")
-    if RETURNS_FOUR:
-        return loss, metrics["actor/pg_clipfrac"], metrics["actor/ppo_kl"], torch.zeros_like(loss.detach())
     return loss, numbers | rejections
 
 
@@ -351,8 +339,7 @@ def _bypass_mode(**arguments: Any) -> Any:
     return (bapo_policy_loss if ours else verl_bypass_mode)(**arguments)
 
 
-if verl_bypass_mode is not None:
-    register_policy_loss(BYPASS)(_bypass_mode)
+register_policy_loss(BYPASS)(_bypass_mode)
 
 
 def _uses_of(mask: Tensor, settings: ClipSettings, update: _Update | None) -> Tensor | None:
@@ -363,15 +350,9 @@ def _uses_of(mask: Tensor, settings: ClipSettings, update: _Update | None) -> Te
         raise ValueError(
             f"actor_rollout_ref.actor.policy_loss.{settings.rule_of_used} needs the epoch, which we count in verl's "
             "TrainingWorker.train_mini_batch, but this loss was called from elsewhere. Set "
-            "policy_loss.objective=brake_all or grpo, which do not need it, or train through that method (verl 0.8 and "
-            "newer do)."
+            "policy_loss.objective=brake_all or grpo, which do not need it, or train through that method, as verl does."
         )
     return torch.full_like(mask, update.uses, dtype=torch.int64)
-
-
-def _correction_of(options: PolicyLossConfig) -> Any:
-    """verl's rollout correction; versions before 0.7 have none here."""
-    return getattr(options, "rollout_correction", {})
 
 
 def _checked_options(config: Any) -> BapoPolicyLossConfig:

@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from bapo import __version__
 from bapo.commands.training import read_request
 from bapo.config.numerals import counted
 from bapo.config.placement import available_cores, default_threads
@@ -81,10 +82,8 @@ def doctor(words: list[str]) -> int:
 
 
 def _python() -> Iterator[Finding]:
-    found = f"{sys.version.split()[0]}, {sys.executable}"
-    old = sys.version_info < (3, 11)
-    yield Finding("Python", found, "bapo needs Python 3.11 or later." if old else "", stops=old)
-    yield Finding("bapo", _version("bapo") or "not installed: it runs from its source directory")
+    yield Finding("Python", f"{sys.version.split()[0]}, {sys.executable}")
+    yield Finding("bapo", __version__)
 
 
 def _torch() -> Iterator[Finding]:
@@ -138,13 +137,6 @@ def _machine() -> Iterator[Finding]:
         "disk",
         f"{free / GIB:.1f} GiB free in {Path.cwd()}",
         "A checkpoint takes 14 bytes per trained parameter. Choose another disk with --out." if free < 5 * GIB else "",
-    )
-    writable = os.access(Path.cwd(), os.W_OK)
-    yield Finding(
-        "directory",
-        f"{Path.cwd()} {'can' if writable else 'cannot'} be written to",
-        "" if writable else "Work in another directory, or set out to one that can be written to.",
-        stops=not writable,
     )
     shared = Path("/dev/shm")  # noqa: S108 - it is only measured
     if shared.exists():

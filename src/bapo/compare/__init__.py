@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -100,7 +101,10 @@ def compare(
     if dry_run:
         _say(stream, f"{counted(len(jobs), 'run')} in {grid.out}, {parallel} at a time")
         _say(stream, *(f"{job.cell.name:<40} {job.describe()}" for job in jobs))
-        _say(stream, *([busy] if files.is_held(grid.out / "lock") else []))
+        if (grid.out / "lock").exists():
+            with suppress(ConfigError), files.held(grid.out / "lock", busy=busy):
+                return 0
+            _say(stream, busy)
         return 0
     grid.out.mkdir(parents=True, exist_ok=True)
     files.check_kinds(grid.out, files=("grid.json", "runs.jsonl", "results.json"))

@@ -3,17 +3,12 @@
 Everything but the charts is in the page as text, so it can be read without scripts. All text is escaped, because names
 of files and columns come from outside. The charts are values for the page's scripts: the share, kept and blocked
 tokens, and the bounds of each rule. Every rule is an arm in the sense of pages/charts.js. With several updates the
-share and the bounds are curves over them; with one update they are bars and ranges. Curves of more than MAX_POINTS
-updates are cut into equal stretches: signals of a stretch are added up, and bounds are averaged over its updates with a
-signal.
+share and the bounds are curves over them; with one update they are bars and ranges.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
-from operator import add
-from statistics import fmean
 from typing import Any
 
 from bapo.diagnose.diagnosis import Diagnosis
@@ -22,7 +17,6 @@ from bapo.diagnose.tables import Part, parts, read_as, sentence
 from bapo.pages import CHARTS, document, escaped, number, numbers, panel, top
 
 Panel = dict[str, Any]
-MAX_POINTS = 400
 FIXED = "(0.8, 1.2)"  # what a page calls GRPO's clip
 SHARES: dict[str, Callable[[Numbers], Signal | None]] = {
     "unclipped": lambda update: update.shares["gradient"]["unclipped"],
@@ -125,24 +119,20 @@ def charts(diagnosis: Diagnosis) -> dict[str, Any]:
 
 def over_updates(updates: Sequence[Numbers]) -> list[Panel]:
     """Curves over updates: the share that each rule leaves, and both bounds."""
-    width = -(-len(updates) // MAX_POINTS)
-    stretches = [updates[at : at + width] for at in range(0, len(updates), width)]
-    names = [stretch[0].name for stretch in stretches]
+    names = [update.name for update in updates]
     target = SETTINGS["bapo"].target_share
-    shares = {}
-    for rule, signal in SHARES.items():
-        found = [[one for update in stretch if (one := signal(update)) is not None] for stretch in stretches]
-        shares[rule] = [number(reduce(add, listed, Signal()).share) for listed in found]
+    shares = {
+        rule: numbers(None if (found := signal(update)) is None else found.share for update in updates)
+        for rule, signal in SHARES.items()
+    }
     panels = [_curves("Positive share of the gradient", names, shares, target, f"target {target:g}")]
     for side, key, fixed in (("Upper", "high", 1.2), ("Lower", "low", 0.8)):
-        bounds = {rule: [_bound(stretch, rule, key) for stretch in stretches] for rule in SETTINGS}
+        bounds = {
+            rule: numbers(getattr(found[0], key) if (found := update.searched(rule)) else None for update in updates)
+            for rule in SETTINGS
+        }
         panels.append(_curves(f"{side} bound that each rule would choose", names, bounds, fixed, f"{fixed:g}"))
     return panels
-
-
-def _bound(stretch: Sequence[Numbers], rule: str, key: str) -> float | None:
-    found = [getattr(bounds, key) for update in stretch for bounds in update.searched(rule)]
-    return number(fmean(found)) if found else None
 
 
 def _curves(title: str, names: Sequence[str], lines: Mapping[str, list[float | None]], mark: float, text: str) -> Panel:

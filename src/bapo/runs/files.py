@@ -261,24 +261,3 @@ def _lock_directory(descriptor: int) -> None:
     except OSError as error:
         if isinstance(error, BlockingIOError):
             raise
-
-
-def is_held(path: Path) -> bool:
-    """Whether a process holds the lock now. This creates no file and does not keep the lock."""
-    return _taken(path, os.O_NOFOLLOW) or _taken(path.parent)
-
-
-def _taken(path: Path, flags: int = 0) -> bool:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
-    except OSError:  # no such file
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # no locks there
-        return False
-    finally:
-        os.close(descriptor)
-    return False

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from bapo.diagnose.diagnosis import as_json, diagnose
-from bapo.diagnose.diagnosis_page import MAX_POINTS, RULES, charts, html_page
+from bapo.diagnose.diagnosis_page import RULES, charts, html_page
 from bapo.diagnose.dumps import Dump
-from bapo.diagnose.measure import SETTINGS, measure, total
-from tests.unit.diagnose.test_diagnosis import CLEAN, batch, changed, only
+from bapo.diagnose.measure import SETTINGS, measure
+from tests.unit.diagnose.test_diagnosis import CLEAN, batch, changed
 
 COLUMNS = {"behavior_logprobs": "rollout_log_probs"}
 
@@ -93,20 +93,6 @@ def test_updates_without_a_signal_leave_a_gap():
     share, upper, _ = charts(diagnosed(CLEAN, silent, CLEAN))["figures"][0]["panels"]
     for panel in (share, upper):
         assert all([value is None for value in series["runs"][0]] == [False, True, False] for series in panel["series"])
-
-
-def test_many_updates_are_drawn_in_stretches():
-    """801 updates in stretches of three: the first has the share of its three updates taken together."""
-    result = diagnosed(*(only(batch(drift=0.3, longer=2.0, seed=seed), 40) for seed in range(3)))
-    many = replace(result, updates=result.updates * 267)
-    share, upper, _ = charts(many)["figures"][0]["panels"]
-    assert 800 // 3 < len(share["series"][0]["x"]) == 267 <= MAX_POINTS
-    together = total(result.updates)
-    drawn = {RULES[series["arm"]]: series["runs"][0][0] for series in share["series"]}
-    assert drawn["bapo"] == pytest.approx(together.fates["bapo"].gradient.share, rel=1e-5)
-    assert drawn["unclipped"] == pytest.approx(together.shares["gradient"]["unclipped"].share, rel=1e-5)
-    high = upper["series"][0]["runs"][0][0]
-    assert high == pytest.approx(np.mean([numbers.bounds["bapo"][0].high for numbers in result.updates]), rel=1e-5)
 
 
 def test_one_update_has_bars_and_ranges():
