@@ -128,7 +128,7 @@ def over_updates(updates: Sequence[Numbers]) -> list[Panel]:
     panels = [_curves("Positive share of the gradient", names, shares, target, f"target {target:g}")]
     for side, key, fixed in (("Upper", "high", 1.2), ("Lower", "low", 0.8)):
         bounds = {
-            rule: numbers(getattr(found[0], key) if (found := update.searched(rule)) else None for update in updates)
+            rule: numbers(getattr(chosen[0], key) if (chosen := update.searched(rule)) else None for update in updates)
             for rule in SETTINGS
         }
         panels.append(_curves(f"{side} bound that each rule would choose", names, bounds, fixed, f"{fixed:g}"))
