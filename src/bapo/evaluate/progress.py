@@ -107,16 +107,24 @@ class EvaluationView:
 
 def results_table(results: dict[str, Any]) -> str:
     """The figures of every data set and of all together, with 95% intervals."""
-    k = results["k"]
-    table = [["", "problems", f"avg@{k}", f"pass@{k}", f"maj@{k}", "truncated", "length", "failures"]]
-    table[0] += ["turns"] if "turns" in results["overall"] else []
-    for name, found in by_data_set(results).items():
-        scores = (_interval(found[key]) for key in ("avg", "pass_k", "maj"))
-        cut, length = f"{found['truncated']['value']:.1%}", f"{found['length']:.1f}"
-        turns = [f"{found['turns']:.1f}"] if "turns" in found else []
-        table.append([name, str(found["problems"]), *scores, cut, length, str(found["failures"]), *turns])
     endings = results["overall"].get("endings", {})
-    return "\n".join([*aligned(table), *([f"endings: {endings_in_words(endings)}"] if endings else [])])
+    return "\n".join(
+        [*aligned(figures_table(results)), *([f"endings: {endings_in_words(endings)}"] if endings else [])]
+    )
+
+
+def figures_table(results: dict[str, Any], *, powers: Sequence[str] = ()) -> list[list[str]]:
+    """The same as cells. `powers`: further j of pass@j."""
+    k, turns = results["k"], ["turns"] if "turns" in results["overall"] else []
+    lengths = {"length": "length", "of right": "length_correct", "of wrong": "length_wrong"}
+    scores = [f"avg@{k}", *(f"pass@{j}" for j in powers), f"pass@{k}", f"maj@{k}", "truncated"]
+    table = [["", "problems", *scores, *lengths, "failures", *turns]]
+    for name, found in by_data_set(results).items():
+        passed = (found["pass"][j] for j in powers)
+        estimates = map(_interval, [found["avg"], *passed, found["pass_k"], found["maj"], found["truncated"]])
+        means = [_mean(found[key]) for key in (*lengths.values(), *turns)]
+        table.append([name, str(found["problems"]), *estimates, *means[:3], str(found["failures"]), *means[3:]])
+    return table
 
 
 def endings_in_words(endings: dict[str, int]) -> str:
@@ -138,3 +146,7 @@ def failure_note(results: dict[str, Any]) -> str:
 
 def _interval(estimate: dict[str, float] | None) -> str:
     return "–" if estimate is None else f"{estimate['value']:.3f} [{estimate['low']:.3f}, {estimate['high']:.3f}]"
+
+
+def _mean(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from bapo.config.numerals import counted
-from bapo.evaluate.estimates import SOLVED, Row, by_data_set
+from bapo.evaluate.estimates import SOLVED, Row
 from bapo.evaluate.options import sampling_of
-from bapo.evaluate.progress import endings_in_words
+from bapo.evaluate.progress import endings_in_words, figures_table
 from bapo.pages import document, top
 from bapo.pages import escaped as _text
 from bapo.screen.terminal import shortened
@@ -50,18 +50,7 @@ def _top(results: dict[str, Any], title: str) -> str:
 
 def _overview(results: dict[str, Any]) -> str:
     k = results["k"]
-    powers = [j for j in results["overall"]["pass"] if j != str(k)]
-    headings = ["Data set", "Problems", f"avg@{k}", *(f"pass@{j}" for j in powers), f"pass@{k}", f"maj@{k}"]
-    headings += ["Truncated", "Length", "of right", "of wrong", "Failures"]
-    headings += ["Turns"] if "turns" in results["overall"] else []
-    body = []
-    for name, found in by_data_set(results).items():
-        passed = (found["pass"][j] for j in powers)
-        estimates = map(_estimate, [found["avg"], *passed, found["pass_k"], found["maj"], found["truncated"]])
-        lengths = (f"<td>{_number(found[key])}</td>" for key in ("length", "length_correct", "length_wrong"))
-        named = f"<td><b>{_text(name)}</b></td><td>{found['problems']}</td>"
-        body.append(f"<tr>{named}{''.join(estimates)}{''.join(lengths)}<td>{found['failures']}</td>")
-        body.append(f"<td>{_number(found['turns'])}</td></tr>" if "turns" in found else "</tr>")
+    headings, *rows = figures_table(results, powers=[j for j in results["overall"]["pass"] if j != str(k)])
     said = "Means over problems with 95% intervals. Lengths are in tokens. A response on which the verifier failed "
     said += "counts 0."
     if len(results["data_sets"]) > 1:
@@ -71,10 +60,13 @@ def _overview(results: dict[str, Any]) -> str:
         said += f" Episodes ended so: {endings_in_words(endings)}."
     if results["overall"]["maj"] is None:
         said += " maj@k is missing where the verifier does not extract the answers that would vote."
+    head, *body = (
+        "<tr>" + "".join(f"<{tag}>{_text(cell)}</{tag}>" for cell in row) + "</tr>"
+        for tag, row in [("th", headings), *(("td", row) for row in rows)]
+    )
     return (
-        f'<section id="overview"><h2>Overview</h2><p>{said}</p><div class="scroll"><table><thead><tr>'
-        + "".join(f"<th>{_text(heading)}</th>" for heading in headings)
-        + f"</tr></thead><tbody>{''.join(body)}</tbody></table></div></section>"
+        f'<section id="overview"><h2>Overview</h2><p>{said}</p><div class="scroll"><table><thead>{head}</thead>'
+        f"<tbody>{''.join(body)}</tbody></table></div></section>"
     )
 
 
@@ -106,7 +98,7 @@ def _problem(line: dict[str, Any], row: Row, limit: int | None) -> str:
         (line["id"], f"<code>{_text(shortened(line['id'], 28))}</code>"),
         (line["solved"], f'<span class="strip">{line["verdicts"]}</span>'),
         (line["avg"], f"{line['avg']:.3f}"),
-        (line["maj"], _number(line["maj"], 2)),
+        (line["maj"], "–" if line["maj"] is None else f"{line['maj']:.2f}"),
         (line["length"], f"{line['length']:.0f}"),
         (line["truncated"], str(line["truncated"])),
         (line["failures"], str(line["failures"])),
@@ -170,16 +162,6 @@ def _within_budget(rows: Sequence[Row], budget: int) -> tuple[Sequence[Row], int
     limit = max(SHORTEST_CUT, budget // sum(len(row["responses"]) for row in chosen))
     cut = f"{note}, and leaves out the middle of those over {limit:,} characters; responses.jsonl has them all."
     return chosen, limit, cut
-
-
-def _estimate(value: dict[str, float] | None) -> str:
-    if value is None:
-        return "<td>–</td>"
-    return f"<td>{value['value']:.3f}<small>{value['low']:.3f} to {value['high']:.3f}</small></td>"
-
-
-def _number(value: float | None, decimals: int = 1) -> str:
-    return "–" if value is None else f"{value:.{decimals}f}"
 
 
 def _cut(text: str, limit: int | None) -> str:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -90,13 +89,7 @@ def write_report(paths: Sequence[Path], out: Path) -> Found:
     found = find_arms(paths)
     if not found.arms:
         return found
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    try:
-        with files.made(partial) as file:
-            file.write(page(contents(found)).encode("utf-8"))
-        partial.replace(out)
-    finally:
-        partial.unlink(missing_ok=True)
+    files.write(out, page(contents(found)))
     return found
 
 

@@ -27,7 +27,7 @@ from bapo.config.sections import ObjectiveConfig
 from bapo.config.words import flat
 from bapo.report.arms import Arm, grid_record, samples_per_problem
 from bapo.runs.comparison import Rows, against_first, at_temperature, difference_cells, judge, meeting_by, scored_on
-from bapo.runs.read import Run, logged
+from bapo.runs.read import SCORED, Run, logged
 from bapo.runs.statistics import (
     FEW_RESPONSES,
     FEWEST_SEEDS,
@@ -138,48 +138,39 @@ def _of_one(arm: Arm) -> Said:
         return _over_seeds(finished, k)
     summary = finished[0].summary
     usual = {"temperature": arm.config["eval"]["temperature"], "before": summary["before"], "after": summary["after"]}
-    found: list[tuple[str, str]] = []
+    clauses, tones = [], []
     for scored in (usual, *summary["also_at"]):
         where = at_temperature(scored["temperature"]) if summary["also_at"] else ""
-        found.append(_from_to(scored["before"], scored["after"], f"{where.strip()} it" if found else f"avg@{k}{where}"))
+        (before, low, high), (after, least, most) = (
+            [scored[when][f"eval/{key}"] for key in ("avg", "avg_low", "avg_high")] for when in SCORED
+        )
+        tones.append("decided" if least > high else "wrong" if most < low else "open")
+        went = _went(
+            before, after, f" [{low:.3f}, {high:.3f}]", f" [{least:.3f}, {most:.3f}]", sure=tones[-1] != "open"
+        )
+        chance = ", which may be chance" if tones[-1] == "open" else ""
+        clauses.append(f"{f'{where.strip()} it' if clauses else f'avg@{k}{where}'} {went}{chance}")
     notes = [*scored_on([measures(finished[0])], seeds=False), "In brackets: 95% intervals over problems."]
-    line = f"{'; '.join(clause for clause, _ in found)}."
-    return [line], [*notes, "This is one run. Another seed may end elsewhere."], found[0][1]
+    return [f"{'; '.join(clauses)}."], [*notes, "This is one run. Another seed may end elsewhere."], tones[0]
 
 
-def _from_to(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> tuple[str, str]:
-    """From where to where the score got, and the tone of that."""
-    one, two = (
-        f"{line['eval/avg']:.3f} [{line['eval/avg_low']:.3f}, {line['eval/avg_high']:.3f}]" for line in (before, after)
-    )
-    if _look_equal(before["eval/avg"], after["eval/avg"]):
-        both = f"it was {one} before training and is {two} after it"
-        return f"{name} did not change: {f'it is {two}, as before training' if one == two else both}", "open"
-    if after["eval/avg_low"] > before["eval/avg_high"]:
-        return f"{name} rose from {one} to {two}", "decided"
-    if after["eval/avg_high"] < before["eval/avg_low"]:
-        return f"{name} fell from {one} to {two}", "wrong"
-    return f"{name} went from {one} to {two}, which may be chance", "open"
-
-
-def _look_equal(before: float, after: float) -> bool:
-    """Whether two scores are the same in the three digits that are shown."""
-    return f"{before:z.3f}" == f"{after:z.3f}"
+def _went(before: float, after: float, one: str = "", two: str = "", *, sure: bool = True) -> str:
+    """From where to where a number got, each with what follows it."""
+    word = "went" if not sure or before == after else "rose" if after > before else "fell"
+    return f"{word} from {before:z.3f}{one} to {after:z.3f}{two}"
 
 
 def _over_seeds(runs: Sequence[Run], k: int) -> Said:
     found = [measures(run) for run in runs]
     before, after = (mean([run[key] for run in found]) for key in ("avg_before", "avg"))
     gained, half = aggregate([run["avg"] - run["avg_before"] for run in found])
-    same, enough = _look_equal(before, after), len(found) >= FEWEST_SEEDS
-    sure = half is not None and enough and abs(gained) > half and not same
-    word = "went" if not sure else "rose" if gained > 0 else "fell"
+    enough = len(found) >= FEWEST_SEEDS
+    sure = half is not None and enough and abs(gained) > half
     difference = f"{gained:+.3f}" + ("" if half is None or not enough else f" ± {half:.3f}")
-    went = f"is {after:.3f} on average, as before training" if same else f"{word} from {before:.3f} to {after:.3f}"
     notes = scored_on(found, seeds=enough)
     notes += [] if enough else ["Two seeds are too few to say what another one would give."]
     tone = "open" if not sure else "decided" if gained > 0 else "wrong"
-    return [f"avg@{k} {went} ({difference} over {len(found)} seeds)."], notes, tone
+    return [f"avg@{k} {_went(before, after, sure=sure)} ({difference} over {len(found)} seeds)."], notes, tone
 
 
 def _so_far(arm: Arm) -> list[str]:
@@ -188,9 +179,7 @@ def _so_far(arm: Arm) -> list[str]:
     rewards = [reward for reward in logged(run.rollouts, "reward") if math.isfinite(reward)]
     if not rewards:
         return []
-    first, last = first_and_last(rewards)
-    went = f"has stayed at {last:z.3f}" if _look_equal(first, last) else f"has gone from {first:.3f} to {last:.3f}"
-    went = went if len(rewards) > 1 else f"is {last:z.3f}"
+    went = _went(*first_and_last(rewards), sure=False)
     steps = f"After {len(run.timing)} of {run.planned} steps"
     return [f"{steps}, the reward of sampled responses {went}. The score on held-out problems comes at the end."]
 
@@ -205,10 +194,7 @@ def _of_sft(arm: Arm, *, named: bool) -> str:
         return f"{name} run is finished. Nothing was held out, so there is no score."
     before, after = (mean([run[key] for run in scored]) for key in ("held_out_before", "held_out"))
     over = f", the mean over {len(scored)} seeds" if len(scored) > 1 else ""
-    if _look_equal(before, after):
-        return f"{name} held-out loss did not change: it is {after:.3f} nats per token, as before training{over}."
-    word = "fell" if after < before else "rose"
-    return f"{name} held-out loss {word} from {before:.3f} to {after:.3f} nats per token{over}."
+    return f"{name} held-out loss {_went(before, after)} nats per token{over}."
 
 
 # Signs of trouble: what a reader should look at first

@@ -26,7 +26,6 @@ from typing import Any
 from bapo.config.errors import CheckpointError, ConfigError
 from bapo.config.numerals import counted
 from bapo.runs import files
-from bapo.screen.terminal import aligned
 
 FILE = "ledger.jsonl"
 RELEASED = ("retired", "expired", "evicted")
@@ -95,25 +94,18 @@ class Balance:
 
     def line(self) -> str:
         """One line for people."""
-        parts = ", ".join(f"{count:,} {_WORDS[state]}" for state, count in sorted(self.states.items()))
-        verdict = f"{len(self.wrong)} entries do not add up: {self.wrong[0]}" if self.wrong else "it balances"
-        return f"{self._told(f' ({parts})')}; {verdict}"
+        states = ", ".join(f"{count:,} {_WORDS[state]}" for state, count in sorted(self.states.items()))
+        used = f"trained on {counted(self.uses, 'time')}, at most {counted(self.stalest, 'update')} old"
+        verdict = f"{len(self.wrong):,} entries do not add up: {self.wrong[0]}" if self.wrong else "it balances"
+        return f"{counted(sum(self.states.values()), 'group')} ({states}), {used}; {verdict}"
 
     def table(self) -> str:
-        """All of it for people: what became of the groups, and each kind of mistake once."""
-        rows = [(word, f"{self.states[state]:,}") for state, word in _WORDS.items() if state in self.states]
-        lines = [self._told(), *(f"  {line}" for line in (aligned(rows) if rows else ()))]
-        if not self.wrong:
-            return "\n".join([*lines, "the ledger balances"])
-        lines.append(f"the ledger does not balance; entries that do not add up: {len(self.wrong):,}")
+        """The same, and below it each kind of mistake once."""
+        lines = [self.line()]
         for kind, told in sorted(self.mistakes.items(), key=lambda item: -len(item[1])):
             lines += [f"  {counted(len(told), 'time')}: {kind}", *(f"      {one}" for one in told[:EXAMPLES])]
             lines += [f"      and {len(told) - EXAMPLES:,} more"] if len(told) > EXAMPLES else []
         return "\n".join(lines)
-
-    def _told(self, parts: str = "") -> str:
-        used = f"trained on {counted(self.uses, 'time')}, at most {counted(self.stalest, 'update')} old"
-        return f"{counted(sum(self.states.values()), 'group')}{parts}, {used}"
 
 
 MOST_MISSING = 10_000

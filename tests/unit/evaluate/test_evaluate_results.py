@@ -168,7 +168,7 @@ def test_the_page_lists_the_hardest_first_and_every_response():
     assert document.index("<code>hard</code>") < document.index("<code>easy</code>")
     assert document.count('class="response"') == 8
     assert "2 × timeout after 5 s" in document
-    assert "0.375<small>" in document
+    assert "<td>0.375 [" in document
     assert "responses.jsonl" not in document
 
 
