@@ -55,7 +55,7 @@ MAY_IMPORT = {
         *("screen", "evaluate", "preflight", "process", "environments"),
     },
     "convert": {"config", "core.settings", "types", "screen.terminal"},
-    "commands": {"config", "runs", "screen.terminal", "tasks.data", "train", "preflight"},
+    "commands": {"__version__", "config", "runs", "screen.terminal", "tasks.data", "train", "preflight"},
     "cli": {
         *("__version__", "commands", "config", "runs", "models.smollm2"),
         "screen.terminal",

@@ -138,7 +138,7 @@ def _of_one(arm: Arm) -> Said:
         return _over_seeds(finished, k)
     summary = finished[0].summary
     usual = {"temperature": arm.config["eval"]["temperature"], "before": summary["before"], "after": summary["after"]}
-    clauses, tones = [], []
+    clauses, tones = list[str](), list[str]()
     for scored in (usual, *summary["also_at"]):
         where = at_temperature(scored["temperature"]) if summary["also_at"] else ""
         (before, low, high), (after, least, most) = (
