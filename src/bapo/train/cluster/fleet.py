@@ -17,8 +17,8 @@ when actors cannot even start.
 If published weights are lost with the machine that kept them, the fleet has no version until they are published again.
 Requests are given to members with the newest weights only. So versions never decrease along a response, wherever it
 continues. With `even`, all requests of a submission are divided at once and evenly, in their order, when all members
-are fit: without faults, the same requests then give the same responses. Otherwise members take from one line as they
-have room.
+that have an actor are fit: without faults, the same requests then give the same responses. Otherwise members take from
+one line as they have room.
 """
 
 from __future__ import annotations
@@ -120,6 +120,11 @@ class Member:
         self._recent.append((time.monotonic(), tokens))
 
     @property
+    def away(self) -> bool:
+        """Whether its actor was lost, and the next one has not loaded any weights yet."""
+        return self.doing == "end" or (self.restarts > 0 and self.version == NOTHING_LOADED)
+
+    @property
     def unfinished(self) -> list[Request]:
         """What is left of its requests, whether it has begun them or not."""
         return [*self.given.values(), *self.portion]
@@ -175,8 +180,6 @@ class Fleet:
         """For how long we have listened without hearing of a member that is fit to sample."""
         self._busy, self._busy_since = 0.0, self._listened
         """How many seconds all members together have sampled, and since when we count."""
-        self._faulty = False
-        """Whether a member was replaced since the last submission."""
         self._broken: ClusterError | None = None
         """Why the fleet has given up. Whoever cleans up after it is told the same."""
         self._gone: Published | None = None
@@ -216,7 +219,7 @@ class Fleet:
         assert token_budget is None, "a fleet samples without a budget"
         if self.known and sampling != self.sampling:
             raise RuntimeError("requests with another sampling are under way. First park and collect them.")
-        self.sampling, self._faulty = sampling, False
+        self.sampling = sampling
         self.line.extend(requests)
         self.known |= {request.id for request in requests}
 
@@ -320,7 +323,7 @@ class Fleet:
         fit = [member for member in self.members if self._is_fit(member)]
         if not fit or not self.line:
             return
-        if self.even and (len(fit) == len(self.members) or self._faulty):
+        if self.even and all(self._is_fit(member) or member.away for member in self.members):
             for place in range(len(self.line)):
                 fit[place % len(fit)].portion.append(self.line.popleft())
         elif not self.even:
@@ -416,7 +419,6 @@ class Fleet:
         streamed = sum(request.position for request in unfinished)
         self.restarted(Restart(member.name, cause, responses=len(unfinished), tokens=streamed))
         self.line.extendleft(reversed(unfinished))
-        self._faulty = True
         member.end()
         if member.call is None:
             member.renew(self.spawn(place))

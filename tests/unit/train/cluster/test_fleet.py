@@ -277,6 +277,28 @@ def test_requests_are_divided_evenly_and_in_order_if_asked():
     assert list(ours.fleet.members[1].given) == [1, 3, 5]
 
 
+def test_nobody_waits_for_a_place_that_stays_empty():
+    """Not even with `even`, where whoever starts is waited for; and it has its part again when it comes back."""
+    first, second = Member("rollout 0"), Member("rollout 1", 3)  # start, load, work: it dies in its second call to work
+    ours = made(first, second, even=True)
+    starting = Member("rollout 1")
+    starting.call = lambda method, *given, what: Call(None, silent=True)
+    ours.fleet.spawn = lambda place: starting
+    ours.fleet.start_seconds = 2 * NEVER  # it may still come
+    for version in range(2):
+        ours.fleet.load(published(version), version=version)
+        ours.fleet.submit([request(id) for id in range(12)], SAMPLING)
+        assert collected(ours.fleet).keys() == set(range(12))
+    assert [line.doing.split()[0] for line in ours.fleet.lines()] == ["idle", "starting"]
+    ours.fleet.members[1].renew(Member("rollout 1"))
+    ours.fleet.load(published(2), version=2)
+    while any(member.version != 2 for member in ours.fleet.members):
+        ours.fleet.collect(0)
+    ours.fleet.submit([request(id) for id in range(4)], SAMPLING)
+    ours.fleet._divide()
+    assert [[request.id for request in member.portion] for member in ours.fleet.members] == [[0, 2], [1, 3]]
+
+
 def test_without_a_fit_member_the_fleet_gives_up(monkeypatch):
     ours = made(Member("rollout 0", 0))
     ours.fleet.spawn = lambda place: Member("rollout 0", 0)
