@@ -22,6 +22,8 @@ tensor that was skipped, a head that stayed as it was, keys and values of an old
 `submit` and `collect`, so it serves every engine, and it sees what any response would be sampled from.
 """
 
+from __future__ import annotations
+
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -38,13 +40,30 @@ PARK_SECONDS = 60.0
 
 
 @dataclass(eq=False)
+class Begun:
+    """A request, and what was sampled for it. Nothing is copied before somebody else must continue it."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+
+    def left(self) -> Request:
+        """The request for what is left."""
+        asked, more = self.request, len(self.tokens)
+        return replace(
+            asked,
+            context=asked.context + self.tokens,
+            position=asked.position + more,
+            max_new_tokens=asked.max_new_tokens - more,
+        )
+
+
+@dataclass(eq=False)
 class Worker:
     """An engine with the requests that it is working on."""
 
     engine: Engine
     waiting: list[Request] = field(default_factory=list)
-    under_way: dict[int, Request] = field(default_factory=dict)
-    """What each request under way would ask for if it were submitted now."""
+    under_way: dict[int, Begun] = field(default_factory=dict)
     sampling: Sampling = field(default_factory=Sampling)
     _found: list[tuple[int, Segment]] = field(default_factory=list)
 
@@ -61,7 +80,7 @@ class Worker:
             if not self.engine.continuous:
                 self._interrupt()
             self.engine.submit(self.waiting, self.sampling)
-            self.under_way |= {request.id: request for request in self.waiting}
+            self.under_way |= {request.id: Begun(request) for request in self.waiting}
             self.waiting = []
         if self.under_way:
             self._take_in(self.engine.collect(seconds))
@@ -99,24 +118,15 @@ class Worker:
 
     def _take_in(self, collected: Iterable[tuple[int, Segment]], *, interrupted: bool = False) -> None:
         for id, segment in collected:
-            request = continued(self.under_way.pop(id), segment.tokens)
+            begun = self.under_way[id]
+            begun.tokens += segment.tokens
+            if segment.status is not None:
+                del self.under_way[id]
             if interrupted and segment.status is Status.PARKED:
-                self.waiting.append(request)
+                self.waiting.append(begun.left())
                 segment = replace(segment, status=None)
-            elif segment.status is None:
-                self.under_way[id] = request
             if segment.tokens or segment.status is not None:
                 self._found.append((id, segment))
-
-
-def continued(request: Request, tokens: Sequence[int]) -> Request:
-    """The request for what is left after these tokens."""
-    return replace(
-        request,
-        context=[*request.context, *tokens],
-        position=request.position + len(tokens),
-        max_new_tokens=request.max_new_tokens - len(tokens),
-    )
 
 
 class WrongWeights(RuntimeError):  # noqa: N818

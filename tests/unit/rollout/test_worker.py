@@ -5,7 +5,7 @@ import torch
 
 from bapo.rollout.engine import Request, Sampling, generate, join
 from bapo.rollout.local.engine import LocalEngine
-from bapo.rollout.worker import Worker, continued
+from bapo.rollout.worker import Begun, Worker
 from bapo.types import Status
 from tests.rollouts import forcing_limit
 from tests.tiny.models import tiny
@@ -92,6 +92,6 @@ def test_other_sampling_waits_its_turn():
     ours.give([request(1)], Sampling(0.5))
 
 
-def test_continued_asks_for_what_is_left():
-    asked = continued(request(7), [9, 9])
+def test_what_is_left_of_a_request_is_asked_for():
+    asked = Begun(request(7), [9, 9]).left()
     assert (asked.context, asked.position, asked.max_new_tokens) == ([3, 5, 8, 9, 9], 2, 10)

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from bapo.config.errors import ClusterError, ConfigError
 from bapo.config.numerals import counted
 from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment
-from bapo.rollout.worker import continued
+from bapo.rollout.worker import Begun
 from bapo.runs.history import Restart
 from bapo.screen.watch import ActorLine
 from bapo.train.cluster.hosts import Published
@@ -67,8 +67,8 @@ class Member:
         self.restarts = -1
         self.asked: Published | None = None
         """The weights that it was last asked to load."""
-        self.given: dict[int, Request] = {}
-        """What is left of each request that it works on, as another member could continue it."""
+        self.given: dict[int, Begun] = {}
+        """The requests that it works on, with what has come for them."""
         self.portion: list[Request] = []
         """What it is given with its next call."""
         self.failures = 0
@@ -106,14 +106,14 @@ class Member:
     def work(self, sampling: Sampling) -> None:
         """Ask it to sample for its requests, old and new, for a moment."""
         requests, self.portion = self.portion, []
-        self.given |= {request.id: request for request in requests}
+        self.given |= {request.id: Begun(request) for request in requests}
         self.ask("work", requests, sampling, WORK_SECONDS, what="sample")
 
     def keep(self, segments: Iterable[tuple[int, Segment]]) -> None:
         """Remember what it has sampled since its last answer."""
         tokens = 0
         for id, segment in segments:
-            self.given[id] = continued(self.given[id], segment.tokens)
+            self.given[id].tokens += segment.tokens
             tokens += len(segment.tokens)
             if segment.status is not None:
                 del self.given[id]
@@ -125,13 +125,18 @@ class Member:
         return self.doing == "end" or (self.restarts > 0 and self.version == NOTHING_LOADED)
 
     @property
+    def held(self) -> int:
+        """How many requests it has, whether it has begun them or not."""
+        return len(self.given) + len(self.portion)
+
+    @property
     def unfinished(self) -> list[Request]:
-        """What is left of its requests, whether it has begun them or not."""
-        return [*self.given.values(), *self.portion]
+        """What is left of them, as another member could continue it."""
+        return [*(begun.left() for begun in self.given.values()), *self.portion]
 
     def line(self) -> ActorLine:
         """What a person sees of it: what it does, and since when if it starts, which may take long."""
-        doing = DOING["nothing" if self.call is None and not self.unfinished else self.doing]
+        doing = DOING["nothing" if self.call is None and not self.held else self.doing]
         if self.doing == "start" and self.call is not None:
             doing = f"{doing} for {self.call.seconds:.0f} s"
         rate = self._rate() if self.given else 0.0
@@ -313,7 +318,7 @@ class Fleet:
             newer = published if published and member.version != published.version else None
             if newer and not self.lacking:
                 member.load(newer)
-            elif member.unfinished and not newer:
+            elif member.held and not newer:
                 member.work(self.sampling)
             else:
                 member.doing = "nothing"
@@ -337,7 +342,7 @@ class Fleet:
     def _room(self, member: Member, sharing: int) -> int:
         """How many requests it takes next: many at a time if they interrupt those under way."""
         assert member.hello is not None
-        held = len(member.unfinished)
+        held = member.held
         most, few = (self.slots, self.slots - 1) if member.hello.continuous else (2 * self.slots, self.slots // 2)
         share = -(-len(self.line) // sharing)  # others want some, too
         return min(most - held, share) if held <= few else 0
@@ -398,11 +403,11 @@ class Fleet:
             member.version, member.failures = member.asked.version, 0
             self.gap_max = max(self.gap_max, answer)
         else:
-            segments, seconds = answer
+            segments = answer.segments()
             member.keep(segments)
             self.known -= {id for id, segment in segments if segment.status is not None}
             self._found += segments
-            self._busy += seconds
+            self._busy += answer.seconds
 
     def _failed(self, member: Member, place: int, error: Exception) -> None:
         """The actor itself reported an error: start another, but not for ever. Deaths go to `_replace` directly."""

@@ -39,13 +39,13 @@ from bapo.models.bits import Packed, fingerprint, packed, unpacked
 from bapo.models.export import write_model
 from bapo.models.layers import LoraSettings, merging
 from bapo.models.loading import directory_of
-from bapo.rollout.engine import Engine, Request, Sampling, Segment
+from bapo.rollout.engine import Engine, Request, Sampling
 from bapo.rollout.local.engine import engine_for
 from bapo.rollout.worker import Worker, probe
+from bapo.train.cluster.cargo import Answer, Batch
 from bapo.train.cluster.ray import Hello, introduced, node_address, node_name
 from bapo.train.machine import learner_settings, make_policy, on_the_cpu, resolve, threads_of_actor
 from bapo.train.torchrun import ALONE, Team, gathered, make_learner
-from bapo.types import Group
 
 PROBE_DRAWS = 16
 """Tokens that an engine samples after each context of a probe."""
@@ -91,10 +91,6 @@ class Published:
 def pack(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Parcel:
     """Copy every weight to the host in this precision, or in its own."""
     return [packed(name, weight.detach().to(device="cpu", dtype=dtype)) for name, weight in weights]
-
-
-Worked = tuple[list[tuple[int, Segment]], float]
-"""What an engine has sampled since the last call, by request, and the seconds that it worked."""
 
 
 class RolloutHost:
@@ -161,16 +157,16 @@ class RolloutHost:
         )
         return probed.gap_max
 
-    def work(self, requests: Sequence[Request], sampling: Sampling, seconds: float) -> Worked:
+    def work(self, requests: Sequence[Request], sampling: Sampling, seconds: float) -> Answer:
         """Take in these requests and sample for some time."""
         began = time.monotonic()
         if requests:
             self.worker.give(requests, sampling)
-        return self.worker.work(seconds), time.monotonic() - began
+        return Answer.of(self.worker.work(seconds), time.monotonic() - began)
 
-    def park(self) -> Worked:
+    def park(self) -> Answer:
         """Give everything back unfinished."""
-        return self.worker.park(), 0.0
+        return Answer.of(self.worker.park(), 0.0)
 
 
 class LearnerHost:
@@ -205,9 +201,9 @@ class LearnerHost:
         model = make_policy(config if size == 1 else on_the_cpu(config)).model
         self.learner = make_learner(model, learner_settings(config), config, team)
 
-    def step(self, groups: Sequence[Group]) -> Update:
+    def step(self, batch: Batch) -> Update:
         """Take one update together with the other ranks."""
-        return self.learner.step(groups)
+        return self.learner.step(batch.groups())
 
     def publish(self, contexts: Sequence[Sequence[int]]) -> tuple[Parcel, tuple[str, Probe | None]]:
         """The weights as they are now, with what an engine that has them must say.

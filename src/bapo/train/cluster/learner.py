@@ -1,6 +1,6 @@
 """The learner's ranks in other processes as one learner, which survives the death of any of them.
 
-All ranks are handed the same groups and take every update together. If one dies or does not answer in time, all are
+All ranks are handed the same groups, which lie in shared memory once per machine, and take every update together. If one dies or does not answer in time, all are
 ended, started again and taken back to the last checkpoint. The updates since then are taken again from the journal:
 the groups of every update since the last checkpoint, as they were drawn. An update is a function of weights and groups,
 so the learner arrives where it was, bit for bit on the same hardware. Versions keep their meaning, no group is drawn
@@ -26,8 +26,9 @@ from bapo.learn.learner import Update
 from bapo.learn.ranks import LostRank
 from bapo.runs.history import LEARNER, Restart
 from bapo.screen.watch import ActorLine
+from bapo.train.cluster.cargo import Batch
 from bapo.train.cluster.hosts import Published
-from bapo.train.cluster.ray import Actor, Call, Lost, Missing, Silent, answered, end
+from bapo.train.cluster.ray import Actor, Call, Lost, Missing, Silent, answered, end, put
 from bapo.types import Group
 
 UPDATING = "take update"
@@ -66,8 +67,8 @@ class RemoteLearner:
         self.rate = 0.0
         """Tokens per second of the last update."""
         self.doing = "starting"
-        self.journal: list[list[Group]] = []
-        """The groups of every update since the last checkpoint."""
+        self.journal: list[Any] = []
+        """References to the groups of every update since the last checkpoint."""
         self.origin: tuple[Path, int] | None = None
         """The last checkpoint and its version; None: the model as it is loaded."""
         self.last: tuple[int, str] | None = None
@@ -78,8 +79,9 @@ class RemoteLearner:
     def step(self, groups: Sequence[Group]) -> Update:
         """One optimizer step on the responses of these groups."""
         began = time.monotonic()
-        update: Update = self._let_all("step", list(groups), what=f"{UPDATING} {self.version + 1}")
-        self.journal.append(list(groups))
+        batch = put(Batch.of(groups), what=f"the groups of update {self.version + 1}")
+        update: Update = self._let_all("step", batch, what=f"{UPDATING} {self.version + 1}")
+        self.journal.append(batch)
         self.version = update.version
         self.rate = update.tokens / (time.monotonic() - began)
         return update
@@ -199,8 +201,8 @@ class RemoteLearner:
             path, version = self.origin
             self._ask("load", path, version, what=f"load {path.name}")
         self._compare(version)
-        for number, groups in enumerate(self.journal, 1):
-            version = self._ask("step", groups, what=f"repeat update {number} of {len(self.journal)}").version
+        for number, batch in enumerate(self.journal, 1):
+            version = self._ask("step", batch, what=f"repeat update {number} of {len(self.journal)}").version
             self._compare(version)
         assert version == self.version, f"repeating the journal led to version {version} instead of {self.version}"
 

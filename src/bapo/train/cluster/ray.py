@@ -124,6 +124,17 @@ class Call:
         )
 
 
+def put(value: Any, *, what: str) -> Any:
+    """A reference to this value in shared memory, where those who are handed the reference read it."""
+    try:
+        return ray.put(value)
+    except RayError as error:
+        raise ClusterError(
+            f"Ray's object store has no room for {what}: {_lines(error)[0]}. Give it more memory (`ray start "
+            "--object-store-memory`), or make room on the disk where it spills."
+        ) from error
+
+
 def answered(calls: Sequence[Call], seconds: float) -> list[Call]:
     """The calls that have an answer, after waiting at most this long for the first one."""
     if not calls:

@@ -13,6 +13,7 @@ from bapo.rollout.engine import Request, Sampling, generate, join
 from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.worker import Worker, WrongWeights
 from bapo.train.cluster import fleet as fleet_module
+from bapo.train.cluster.cargo import Answer
 from bapo.train.cluster.fleet import Fleet
 from bapo.train.cluster.hosts import Probe, Published
 from bapo.train.cluster.ray import Hello, Lost, Missing, Silent
@@ -75,10 +76,10 @@ class Member:
     def work(self, requests, sampling, seconds):
         if requests:
             self.worker.give(requests, sampling)
-        return self.worker.work(0.0), 0.1  # one token of each response
+        return Answer.of(self.worker.work(0.0), 0.1)  # one token of each response
 
     def park(self):
-        return self.worker.park(), 0.0
+        return Answer.of(self.worker.park(), 0.0)
 
     def greet(self, hello):
         self.process = hello.process

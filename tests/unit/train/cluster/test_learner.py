@@ -60,8 +60,8 @@ class Rank:
     def meet(self, where):
         self.learner = Learner(tiny(), self.settings)
 
-    def step(self, groups):
-        return self.learner.step(groups)
+    def step(self, batch):
+        return self.learner.step(batch.groups())
 
     def publish(self, contexts):
         return {name: w.detach().clone() for name, w in self.learner.weights()}, (self.learner.fingerprint(), None)
@@ -83,6 +83,7 @@ class Rank:
 def in_this_process(monkeypatch):
     monkeypatch.setattr(learners_module, "answered", lambda calls, seconds: list(calls))
     monkeypatch.setattr(learners_module, "end", lambda ranks: [rank.kill() for rank in ranks])
+    monkeypatch.setattr(learners_module, "put", lambda value, what: value)
 
 
 def made(lives=-1, *, after=False, how=Lost):
@@ -120,6 +121,7 @@ def undisturbed(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learners_module, "answered", lambda calls, seconds: list(calls))
         patch.setattr(learners_module, "end", lambda ranks: [rank.kill() for rank in ranks])
+        patch.setattr(learners_module, "put", lambda value, what: value)
         learner, told = made()
         found = worked(learner, tmp_path_factory.mktemp("whole"))
     assert not told
