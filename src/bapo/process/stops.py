@@ -190,6 +190,21 @@ def at_once() -> NoReturn:
     raise KeyboardInterrupt
 
 
+def cut_off() -> None:
+    """Who would tidy up at the end of this process would hang: when the command has ended, it ends at once."""
+    _now.cut_off = True
+
+
+def give_up(code: int, line: str) -> None:
+    """The main thread hangs: end this process with this line and code, or with its own code if its work is done."""
+    if not _now.watched:
+        return
+    if _now.phase is not Phase.DONE:
+        _now.code, _now.told = code, True
+        _write(f"bapo: {line}\n")
+    end(_now.code)
+
+
 @contextmanager
 def none_lost() -> Iterator[None]:
     """A KeyboardInterrupt that is raised in a destructor is dropped by Python. Inside, it is sent again."""
@@ -352,15 +367,25 @@ def _kill(found: Iterable[Process]) -> None:
 
 
 def guard(owner: int) -> None:
-    """Wait for the end of this process, then end everybody that it had started."""
+    """Wait for the end of this process, then end everybody that it had started, and whom these start meanwhile."""
     itself = [process for process in processes() if process[0] == owner]
     known: set[Process] = set()
-    while itself and itself[0] in processes():
-        known |= below(owner)
-        known &= processes().keys()
-        time.sleep(LOOK_SECONDS)
-    time.sleep(GRACE_SECONDS)
+    while itself and itself[0] in (now := processes()):
+        known = (known | below(owner)) & now.keys()
+        _wait_for_end(owner, LOOK_SECONDS)
+    until = time.monotonic() + GRACE_SECONDS
+    while time.monotonic() < until:
+        now, ids = processes(), {pid for pid, _ in known}
+        known = {process for process, parent in now.items() if process in known or parent in ids}
+        time.sleep(10 * SETTLE_SECONDS)
     _kill(known & processes().keys())
+
+
+def _wait_for_end(owner: int, seconds: float) -> None:
+    """Sleep so long, or until this process has ended: then its children's children can still be found."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and Path(f"/proc/{owner}").exists():
+        time.sleep(SETTLE_SECONDS)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """The learner's ranks in other processes as one learner, which survives the death of any of them.
 
-All ranks are handed the same groups, which lie in shared memory once per machine, and take every update together. If one dies or does not answer in time, all are
-ended, started again and taken back to the last checkpoint. The updates since then are taken again from the journal:
-the groups of every update since the last checkpoint, as they were drawn. An update is a function of weights and groups,
-so the learner arrives where it was, bit for bit on the same hardware. Versions keep their meaning, no group is drawn
-twice, and the engines go on sampling meanwhile. The version that was published last is compared with its fingerprint
-from before; a difference is said, not hidden.
+All ranks are handed the same groups, which lie in shared memory once per machine, and take every update together. If
+one dies or does not answer in time, all are ended, started again and taken back to the last checkpoint. The updates
+since then are taken again from the journal: the groups of every update since the last checkpoint, as they were drawn.
+An update is a function of weights and groups, so the learner arrives where it was, bit for bit on the same hardware.
+Versions keep their meaning, no group is drawn twice, and the engines go on sampling meanwhile. The version that was
+published last is compared with its fingerprint from before; a difference is said, not hidden.
 
 Every wait lets somebody else work: `meanwhile` is called about ten times a second while the ranks are busy.
 """

@@ -32,6 +32,7 @@ from typing import Any
 
 from bapo.config.errors import ClusterError, ConfigError
 from bapo.process import clean_environment, environment
+from bapo.train.cluster.pulse import Pulse
 from bapo.train.machine import code_digest
 
 try:
@@ -54,6 +55,16 @@ REACH_SECONDS = 10.0
 """How long we try to reach a Ray cluster."""
 END_SECONDS = 10.0
 """How long we wait for a process to end after it was killed."""
+
+
+_pulse: Pulse | None = None
+"""Of the Ray that this process is connected to: there is one at most."""
+
+
+def check_alive() -> None:
+    """Raise an error if Ray itself has gone, so that nothing of it may be called."""
+    if _pulse is not None:
+        _pulse.check()
 
 
 class Lost(ClusterError):  # noqa: N818
@@ -90,6 +101,7 @@ class Call:
 
     def answer(self, seconds: float) -> Any:
         """The answer, waiting at most this long for it. Raises one of the errors above, or what the actor raised."""
+        check_alive()
         try:
             return ray.get(self.ref, timeout=seconds)
         except GetTimeoutError:
@@ -137,6 +149,7 @@ def put(value: Any, *, what: str) -> Any:
 
 def answered(calls: Sequence[Call], seconds: float) -> list[Call]:
     """The calls that have an answer, after waiting at most this long for the first one."""
+    check_alive()
     if not calls:
         return []
     ready, _ = ray.wait([call.ref for call in calls], num_returns=1, timeout=seconds, fetch_local=False)
@@ -233,7 +246,9 @@ class Actor:
 
 
 def end(actors: Sequence[Actor]) -> None:
-    """End all of these, and wait for them together."""
+    """End all of these, and wait for them together. Without Ray, they end with it."""
+    if _pulse is not None and _pulse.lost:
+        return
     calls = [call for actor in actors if (call := actor.kill()) is not None]
     if calls:
         with suppress(RayError):
@@ -295,6 +310,10 @@ class Cluster:
                 "cluster.address out to start Ray here."
             ) from error
         ray._private.worker.print_to_stdstream = _hush
+        node = ray._private.worker._global_node
+        global _pulse
+        remedy = "Start it again (`ray start`). " if address else ""
+        _pulse = Pulse(node.gcs_address, node.raylet_socket_name, remedy=remedy)
         if address is None:
             watchdog = [sys.executable, "-P", "-m", "bapo.process.stops", str(os.getpid())]
             nowhere, env = subprocess.DEVNULL, environment()
@@ -313,11 +332,17 @@ class Cluster:
         return [Place(group, bundle, resources) for bundle in range(count)]
 
     def close(self) -> None:
-        """Give everything back. A Ray that was started here ends with it."""
-        for group in self._groups:
-            with suppress(RayError):
-                ray.util.remove_placement_group(group)
-        ray.shutdown()
+        """Give everything back. A Ray that was started here ends with it, at the latest with this process."""
+        global _pulse
+        with suppress(ClusterError):
+            check_alive()
+            for group in self._groups:
+                with suppress(RayError):
+                    ray.util.remove_placement_group(group)
+            ray.shutdown()
+        if _pulse is not None:
+            _pulse.close()
+        _pulse = None
 
 
 def _check_reachable(address: str | None) -> None:

@@ -24,7 +24,7 @@ def test_segments_arrive_as_they_were(truncated):
     sent = SEGMENTS
     if truncated:
         sent = [(id, Segment(**vars(s) | {"log_kept": [-0.1] * len(s.tokens)})) for id, s in sent]
-    arrived = pickle.loads(pickle.dumps(Answer.of(sent, 0.5)))  # noqa: S301
+    arrived = pickle.loads(pickle.dumps(Answer.of(sent, 0.5)))
     assert arrived.segments() == sent
     assert arrived.seconds == 0.5
     assert Answer.of([], 0.0).segments() == []
@@ -49,7 +49,7 @@ def spoken(groups):
 @pytest.mark.parametrize("change", [lambda groups: groups, spoken])
 def test_a_learner_packs_the_same_from_what_arrives(change):
     sent = change(groups())
-    arrived = pickle.loads(pickle.dumps(Batch.of(sent))).groups()  # noqa: S301
+    arrived = pickle.loads(pickle.dumps(Batch.of(sent))).groups()
     given = {"estimator": "grpo", "micro_tokens": 40, "device": torch.device("cpu"), "kl_in_reward": 0.1}
     for part in ((0, 1), (1, 2)):
         ours, theirs = (pack(each, part=part, **given) for each in (arrived, sent))
