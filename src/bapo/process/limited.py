@@ -24,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -53,7 +54,10 @@ class Lost(Exception):  # noqa: N818
 
 
 class Worker:
-    """Our end of one process. Starts it when it is needed, and again when it is lost. Serves one caller at a time."""
+    """Our end of one process. Starts it when it is needed, and again when it is lost.
+
+    It serves one caller at a time, except that several may ask for `results` beside each other.
+    """
 
     def __init__(self, function: str, memory_mb: int, options: dict[str, Any] | None = None) -> None:
         """`memory_mb`: the limit for a call, on top of what the imports use; 0 for none.
@@ -67,6 +71,7 @@ class Worker:
         """Whether it answers calls; with options, what the function says of itself."""
         self.busy = False
         """Whether results are missing that nobody may wait for any more."""
+        self._starting, self._callers = threading.Lock(), 0
 
     def start(self) -> None:
         """Start the process, without waiting for its imports."""
@@ -145,30 +150,53 @@ class Worker:
             raise
         return {"failure": self._cause(reply["died"], seconds)} if "died" in reply else reply
 
-    def results(self, calls: Sequence[Any], seconds: float) -> Iterator[tuple[int, Any]]:
+    def results(self, calls: Sequence[Any], seconds: float, *, beside: bool = False) -> Iterator[tuple[int, Any]]:
         """The result of each call with its index, as soon as it is known: only with options.
 
-        Raises Lost if the process dies or no result comes for so long, and CannotStart if it cannot be started again.
+        `beside`: on a connection of its own, for a function that answers several callers at once. All of them are lost
+        with the process. Raises Lost if it dies or no result comes for so long, and CannotStart if it cannot be started
+        again.
         """
-        self.wait_until_ready()
-        self.connection.settimeout(seconds)
-        self.busy = True
+        with self._starting:
+            self.wait_until_ready()
+            process, connection = self.process, self._another() if beside else self.connection
+            self._callers, self.busy = self._callers + 1, True
+        connection.settimeout(seconds)
+        reply: dict[str, Any] = {"grown": False}
         try:
-            send(self.connection, calls)
-            while isinstance(reply := receive(self.connection), list):
+            send(connection, calls)
+            while isinstance(reply := receive(connection), list):
                 yield reply[0], reply[1]
         except TimeoutError:
-            self.close()
+            self._close(process)
             raise Lost(f"timeout after {seconds:g} s") from None
         except (OSError, EOFError, ValueError):
             self.busy = False  # it ends by itself
-            raise Lost(self._cause(self.close(), seconds)) from None
+            raise Lost(self._cause(self._close(process), seconds)) from None
         except BaseException:  # Ctrl-C, or nobody asks for the other results
-            self.close()
+            self._close(process)
             raise
-        self.busy = False
-        if reply["grown"]:
-            self.close()
+        finally:
+            if beside:
+                connection.close()
+            with self._starting:
+                self._callers -= 1
+                if not self._callers and self.process is process:
+                    self.busy = False
+                    if isinstance(reply, dict) and reply["grown"]:
+                        self.close()
+
+    def _another(self) -> socket.socket:
+        """Another connection to the process."""
+        mine, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self.connection, [b"+"], [theirs.fileno()])
+        return mine
+
+    def _close(self, process: subprocess.Popen[bytes] | None) -> int:
+        """End this process, unless it was replaced meanwhile."""
+        with self._starting:
+            return self.close() if self.process is process else 0
 
     def hang_up(self) -> None:
         """Close the connection: an idle worker then exits by itself, and a thread of ours that waits for it stops."""

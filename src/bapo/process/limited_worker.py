@@ -21,9 +21,9 @@ call pays for what an earlier one left behind. Ctrl-C is for the owner and is ig
 
 The second kind serves code that does not survive a fork, as CUDA, threads and HTTP clients do not: one process, for
 good. The function is called once with OPTIONS (JSON) and gives what to say of itself and what answers calls, several at
-a time. Its owner watches the clock, so that the timer stays the code's own. Memory is limited as data (RLIMIT_DATA),
-because CUDA reserves addresses without measure. OWNER is the end of a pipe on which nothing is written: when the owner
-is gone, the kernel kills the process, even in a C loop.
+a time, or for several callers beside each other. Its owner watches the clock, so that the timer stays the code's own.
+Memory is limited as data (RLIMIT_DATA), because CUDA reserves addresses without measure. OWNER is the end of a pipe on
+which nothing is written: when the owner is gone, the kernel kills the process, even in a C loop.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -83,7 +84,7 @@ def main(arguments: list[str]) -> int:
         return 1
     if lasting:
         send(connection, {"ready": about})
-        return _serve_for_good(connection, function, int(memory_mb))
+        return _serve_for_good(connection, function, int(memory_mb), beside=bool(about.get("beside")))
     busy = mmap.mmap(-1, 1)  # shared with the child: 1 while it works on a call
     child, stopping = 0, False
 
@@ -150,19 +151,30 @@ def _serve(connection: socket.socket, function: Callable[..., Any], memory_mb: i
         os._exit(status)
 
 
-def _serve_for_good(connection: socket.socket, function: Callable[..., Any], memory_mb: int) -> int:
-    """Answer calls in this process until the owner hangs up. Each result is sent as soon as it is known."""
+def _serve_for_good(connection: socket.socket, function: Callable[..., Any], memory_mb: int, *, beside: bool) -> int:
+    """Answer calls in this process until the owner hangs up. Each result is sent as soon as it is known.
+
+    `beside`: the owner sends connections, each of which is served by a thread of its own.
+    """
     _give_way()
     at_start = in_use(DATA)
     if memory_mb and at_start:
         resource.setrlimit(resource.RLIMIT_DATA, (at_start + memory_mb * 2**20,) * 2)
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            try:
-                function(receive(connection), lambda *result: send(connection, result))
-            except MemoryError:
-                os._exit(OUT_OF_MEMORY)
-            send(connection, {"grown": bool(memory_mb) and in_use(DATA) - at_start > memory_mb * 2**19})
+
+    def serve(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(EOFError, OSError):
+            while True:
+                try:
+                    function(receive(connection), lambda *result: send(connection, result))
+                except MemoryError:
+                    os._exit(OUT_OF_MEMORY)
+                send(connection, {"grown": bool(memory_mb) and in_use(DATA) - at_start > memory_mb * 2**19})
+
+    if not beside:
+        serve(connection)
+        return 0
+    while descriptors := socket.recv_fds(connection, 1, 1)[1]:
+        threading.Thread(target=serve, args=[socket.socket(fileno=descriptors[0])], daemon=True).start()
     return 0
 
 

@@ -37,6 +37,8 @@ from bapo.types import Problem, Score
 JUDGE = "judge"
 """The name in task.reward."""
 SYSTEM_END = "End your reply with a line of the form\nScore: N\nwhere N is a number from 0 to {best:g}."
+STOPPED = "stopped"
+"""In place of a verdict, where nobody waits for it any more."""
 _SCORE = re.compile(r"score[\s:=*_`]{1,8}(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 BUSY = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS}
 """Refusals that may be another answer later, besides those of a server that fails (500 and above)."""
@@ -96,7 +98,7 @@ def key_in(variable: str, url: str) -> str:
 
 
 class Judge:
-    """Asks for scores. Several requests are under way at a time; `scores` may be called in one thread after another."""
+    """Asks for scores. Several requests are under way at a time, for all callers together."""
 
     def __init__(self, asked: Asked, *, concurrency: int = 32) -> None:
         self.asked, self.place = asked, urlsplit(asked.url)
@@ -104,7 +106,10 @@ class Judge:
         self._tls = ssl.create_default_context() if self.place.scheme == "https" else None
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="judge")
         self._ended = threading.Event()
-        self._busy, self._lock = threading.Lock(), threading.Lock()
+        self._lock, self._keeping = threading.Lock(), threading.Lock()
+        self._callers = 0
+        self._asked: dict[str, Future[Verdict | str]] = {}
+        """What is being asked about, maybe for several callers."""
         self._open: dict[socket.socket, float] = {}
         """Connections, and when each has taken too long."""
         self._known: dict[str, Verdict] = {}
@@ -129,8 +134,15 @@ class Judge:
 
     def scores(self, responses: Sequence[tuple[Problem, str]]) -> list[Score]:
         """The score of each response, in order. No response text makes it raise."""
-        with self._busy:
+        with self._lock:
+            if not self._callers:
+                self._ended.clear()
+            self._callers += 1
+        try:
             return self._scores(responses)
+        finally:
+            with self._lock:
+                self._callers -= 1
 
     def take(self) -> dict[str, float]:
         """How many requests there were since the last time, and how long they took. Forgets them."""
@@ -154,6 +166,8 @@ class Judge:
         found: dict[int, Score] = {}
 
         def settle(content: str, verdict: Verdict | str) -> None:
+            if verdict == STOPPED:
+                raise StopAsked
             for index in places[content]:
                 if isinstance(verdict, str):
                     score = Score(None, verdict)
@@ -161,19 +175,23 @@ class Judge:
                     score = Score(verdict.reward, read=verdict.read, written=verdict.written)
                 found[index] = follower.known(score)
 
-        self._ended.clear()
         waiting: dict[Future[Verdict | str], str] = {}
         try:
             for content, indices in places.items():
-                if content in self._known:
-                    settle(content, self._known[content])
-                else:
-                    waiting[self._pool.submit(self._ask, bodies[indices[0]])] = content
+                with self._lock:
+                    known = self._known.get(content)
+                    if known is None:
+                        if content not in self._asked:
+                            self._asked[content] = self._pool.submit(self._ask, bodies[indices[0]])
+                        waiting[self._asked[content]] = content
+                if known is not None:
+                    settle(content, known)
             for content, verdict in self._arriving(waiting):
                 settle(content, verdict)
-        finally:
-            self._end()
+        except BaseException:
+            self._end()  # whoever stops one stops all
             self._keep(waiting)
+            raise
         return [found[index] for index in range(len(responses))]
 
     def _arriving(self, waiting: dict[Future[Verdict | str], str]) -> Iterator[tuple[str, Verdict | str]]:
@@ -186,8 +204,8 @@ class Judge:
                 overdue = [connection for connection, until in self._open.items() if now > until]
             for connection in overdue:
                 _shut(connection)
-            arrived = {waiting.pop(future): future.result() for future in done}
-            self._keep_all({content: one for content, one in arrived.items() if isinstance(one, Verdict)})
+            arrived = {waiting.pop(future): STOPPED if future.cancelled() else future.result() for future in done}
+            self._keep_all(arrived)
             yield from arrived.items()
             asked_to_stop = (asked_to_stop or now) if may_leave() else None
             if asked_to_stop is not None and now - asked_to_stop > STOP_SECONDS:
@@ -199,13 +217,18 @@ class Judge:
             future.cancel()
         left = {content: future for future, content in waiting.items() if not future.cancelled()}
         wait(left.values(), timeout=STOP_SECONDS)
-        came = {content: one.result() for content, one in left.items() if one.done() and not one.exception()}
-        self._keep_all({content: one for content, one in came.items() if isinstance(one, Verdict)})
+        self._keep_all({content: one.result() for content, one in left.items() if one.done() and not one.exception()})
 
-    def _keep_all(self, verdicts: Mapping[str, Verdict]) -> None:
-        if verdicts:
-            self._record([{"content": content, **verdict._asdict()} for content, verdict in verdicts.items()])
-            self._known |= verdicts
+    def _keep_all(self, arrived: Mapping[str, Verdict | str]) -> None:
+        """Record the verdicts that are new, before anybody sees them."""
+        with self._keeping:
+            new = {c: one for c, one in arrived.items() if isinstance(one, Verdict) and c not in self._known}
+            if new:
+                self._record([{"content": content, **verdict._asdict()} for content, verdict in new.items()])
+            with self._lock:
+                self._known |= new
+                for content in arrived:
+                    self._asked.pop(content, None)
 
     def _end(self) -> None:
         self._ended.set()
@@ -231,7 +254,7 @@ class Judge:
                 self._ended.wait(pause)
                 pause = min(2 * pause, LONGEST_WAIT)
             if self._ended.is_set():
-                return "stopped"
+                return STOPPED
             began = time.monotonic()
             try:
                 status, later, data = self._request(body)

@@ -41,6 +41,7 @@ class Task(Protocol):
         """The score of each response, given as its complete text without the stop token, in order.
 
         No response text makes it raise. The same text always gets the same score, unless the verifier itself fails.
+        Several threads may call it at once, as a cluster does: they share what the verifier can do at a time.
         """
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -126,7 +127,7 @@ def test_scores_that_were_recorded_are_not_asked_for_again(server, opened):
     asked = len(server.heard)
     assert scored(again, "bb", "a", "<say=none>", "ccc")[:2] == scores[1::-1]
     assert len(server.heard) == asked + 2  # the failure, and what is new
-    assert [line["reward"] for line in lines] == [0.1, 0.2, 0.3]
+    assert sorted(line["reward"] for line in lines) == [0.1, 0.2, 0.3]
     other = opened(server.url, rubric="Be strict.")
     other.remember(lines, lines.extend)
     assert other.identity != again.identity
@@ -256,3 +257,15 @@ def test_settings_that_cannot_be_are_refused_and_secrets_in_them_are_not_repeate
 def test_a_judge_that_nobody_asks_is_refused():
     _, wrong = check(Config, {"task": DATA | {"reward": "math", "judge": {"model": "m"}}})
     assert "task.judge.model is for task.reward='judge'" in wrong[0]
+
+
+def test_callers_share_the_requests_and_none_waits_for_a_slow_one_of_another(server, opened):
+    lines, judge = [], opened(server.url)
+    judge.remember([], lines.extend)
+    with ThreadPoolExecutor(3) as threads:
+        slow = threads.submit(scored, judge, "<wait=1.5>", "both")
+        quick = [threads.submit(scored, judge, "a", "both") for _ in range(2)]
+        expected = quick[0].result()
+        assert [quick[1].result(), slow.done()] == [expected, False]
+        assert slow.result()[1] == expected[1]
+    assert len(lines) == len(server.heard) == 3, "what two callers ask is asked once"

@@ -27,6 +27,10 @@ failure.
 IsolatedReward does the same in a process that never forks: an async function has one, a plain one as many as `workers`.
 A process that dies, hangs or needs too much memory is replaced, and the response that it was lost with is a failure. If
 there were several, halves of them are asked about again, until it is known which one it was.
+
+Several threads may ask for scores at once. A plain function in our process then serves one after the other. The calls
+of an async one run beside each other in its loop, which one of those who wait drives until its own calls are done. An
+isolated process may be lost to several callers together. Then each asks again for what is left, alone.
 """
 
 from __future__ import annotations
@@ -36,10 +40,11 @@ import numbers
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from bapo.process.limited import GRACE_SECONDS, Lost, Worker
+from bapo.process.limited import GRACE_SECONDS, CannotStart, Lost, Worker
 from bapo.process.limited_worker import describe
 from bapo.process.stops import StopAsked
 from bapo.tasks.task import followed
@@ -47,12 +52,10 @@ from bapo.tasks.verify.finding import Signature, Style, arguments_of, find_funct
 from bapo.tasks.verify.sandbox import Pool
 from bapo.types import LARGEST_REWARD, Problem, ResponseText, Score
 
+LOOK_SECONDS = 0.05
+"""How often a thread that waits for its calls looks whether it must drive the loop."""
 DOES_NOT_APPLY = "the reward function returned None: it does not apply"
 """The failure of a response to which a function of TRL gives no reward. In a sum of several, it has no part then."""
-
-
-class _Stopped(Exception):  # noqa: N818
-    """StopAsked in a coroutine: asyncio lets a KeyboardInterrupt escape from the loop and forgets the other calls."""
 
 
 class Call(NamedTuple):
@@ -67,6 +70,54 @@ class Call(NamedTuple):
     def alone(self) -> list[Call]:
         """A call for each response."""
         return [Call([place], self.problem, [text]) for place, text in zip(self.places, self.texts, strict=True)]
+
+
+class _Job:
+    """What one caller asks of an async function."""
+
+    def __init__(self, left: dict[int, Call], known: Callable[[Call, list[Score]], None]) -> None:
+        self.left, self.known = left, known
+        self.over, self.stopped, self.cause = threading.Event(), False, ""
+        self.task: asyncio.Task[None] | None = None
+
+
+class _Visit:
+    """A caller's stay with an isolated process."""
+
+    def __init__(self, *, alone: bool, shared: bool) -> None:
+        self.alone, self.shared, self.lost = alone, shared, False
+
+
+class _Gate:
+    """Lets callers in beside each other, or one alone."""
+
+    def __init__(self) -> None:
+        self._changed, self._inside, self._waiting = threading.Condition(), list[_Visit](), 0
+
+    @contextmanager
+    def entered(self, *, alone: bool) -> Iterator[_Visit]:
+        """Inside, a visit that knows whether anybody else was there during it."""
+        with self._changed:
+            self._waiting += alone
+            try:
+                free = (lambda: not self._inside) if alone else (lambda: not self._closed)
+                self._changed.wait_for(free)
+            finally:
+                self._waiting -= alone
+            visit = _Visit(alone=alone, shared=bool(self._inside))
+            for other in self._inside:
+                other.shared = True
+            self._inside.append(visit)
+        try:
+            yield visit
+        finally:
+            with self._changed:
+                self._inside.remove(visit)
+                self._changed.notify_all()
+
+    @property
+    def _closed(self) -> bool:
+        return self._waiting > 0 or any(visit.alone for visit in self._inside)
 
 
 class _Found:
@@ -99,8 +150,11 @@ class FunctionReward:
         self._function = find_function(name)
         self.signature = judged(name, self._function)
         self.is_async = is_async(self._function)
-        self._runner = asyncio.Runner()
+        self._runner, self._places = asyncio.Runner(), asyncio.Semaphore(concurrency)
         self._finalizer = weakref.finalize(self, self._runner.close)
+        self._alone = threading.Lock()
+        """Held by whoever calls the plain function, or drives the loop of the async one."""
+        self._jobs: set[_Job] = set()
         self.passes: tuple[type[BaseException], ...] = (KeyboardInterrupt,)
         """What is not a failure of a response."""
 
@@ -115,23 +169,24 @@ class FunctionReward:
     def each(self, calls: Sequence[Call], known: Callable[[Call, list[Score]], None]) -> None:
         """Make every call, and tell its scores as soon as they are known. Nothing but `known` makes it raise."""
         if not self.is_async:
-            for call in calls:
-                known(call, self._call(call))
+            with self._alone:
+                for call in calls:
+                    known(call, self._call(call))
             return
-        left, cause = dict(enumerate(calls)), ""
-        try:
-            with unharmed():
-                self._runner.run(self._all(left, known))
-        except self.passes:
-            raise
-        except _Stopped:
-            self._runner.run(_end_other_tasks())
-            raise StopAsked from None
-        except BaseException as error:  # of a task that the function started
-            cause = describe(error)
-            self._runner.run(_end_other_tasks())
-        for call in left.values():
-            known(call, [Score(None, cause)] * len(call.texts))
+        job = _Job(dict(enumerate(calls)), known)
+        self._runner.get_loop().call_soon_threadsafe(self._begin, job)
+        while not job.over.is_set():
+            if self._alone.acquire(blocking=False):
+                try:
+                    self._drive(job)
+                finally:
+                    self._alone.release()
+            else:
+                job.over.wait(LOOK_SECONDS)
+        if job.stopped:
+            raise StopAsked
+        for call in job.left.values():
+            known(call, [Score(None, job.cause)] * len(call.texts))
 
     def close(self) -> None:
         """Close the event loop. Does nothing the second time."""
@@ -152,24 +207,49 @@ class FunctionReward:
                 cause = describe(error)
         return [Score(None, cause)] * len(call.texts)
 
-    async def _all(self, left: dict[int, Call], known: Callable[[Call, list[Score]], None]) -> None:
+    def _drive(self, job: _Job) -> None:
+        """Let the loop work until this job is over, and the others with it."""
+        try:
+            with unharmed():
+                self._runner.run(_over(job))
+        except self.passes:
+            self._runner.run(_end_other_tasks())
+            raise
+        except BaseException as error:  # of a task that the function started
+            for each in self._jobs:
+                each.cause = describe(error)
+            self._runner.run(_end_other_tasks())
+
+    def _begin(self, job: _Job) -> None:
+        """On the loop: begin the calls of a job."""
+
+        def end(task: asyncio.Task[None]) -> None:
+            self._jobs.discard(job)
+            job.over.set()
+            if not task.cancelled():
+                task.exception()  # it is known
+
+        self._jobs.add(job)
+        job.task = asyncio.get_running_loop().create_task(self._all(job))
+        job.task.add_done_callback(end)
+
+    async def _all(self, job: _Job) -> None:
         """Make the calls that are left, which become fewer."""
-        places, stopped = asyncio.Semaphore(self.concurrency), False
 
         async def one(index: int, call: Call) -> None:
-            nonlocal stopped
-            async with places:
-                if stopped:
+            async with self._places:
+                if job.stopped:
                     return
                 scores = await self._call_async(call)
-                del left[index]
+                del job.left[index]
                 try:
-                    known(call, scores)
-                except StopAsked:
-                    stopped = True
-                    raise _Stopped from None
+                    job.known(call, scores)
+                except StopAsked:  # asyncio would let it escape from the loop, and forget the other calls
+                    job.stopped = True
+                    assert job.task is not None
+                    job.task.cancel()
 
-        await asyncio.gather(*(one(index, call) for index, call in left.items()))
+        await asyncio.gather(*(one(index, call) for index, call in job.left.items()))
 
     async def _call_async(self, call: Call) -> list[Score]:
         cause, seconds = "", self.seconds * len(call.texts)
@@ -215,21 +295,25 @@ class IsolatedReward(Pool):
         self._wants_tokens = style == "trl" and (takes_all or "completion_ids" in named)
         more = 0 if self.is_async else (workers or 1) - 1
         self._workers += [Worker(first.function, memory_mb, options) for _ in range(more)]
-        self.seconds, self.retries = seconds, retries
+        self.seconds, self.retries, self._gate = seconds, retries, _Gate()
 
     def scores(self, responses: Sequence[tuple[Problem, str]]) -> list[Score]:
         """The score that the function gives each response, in order. Neither text nor function makes it raise."""
         found, counting = _Found(self.signature, responses), threading.Lock()
-        asked = [found.left] if self.is_async and found.left else [[call] for call in found.left]
 
-        def one(worker: Worker, calls: list[Call]) -> list[list[Call]]:
+        def one(worker: Worker, calls: list[Call], visit: _Visit | None = None) -> list[list[Call]]:
             left, again = dict(enumerate(calls)), list[Call]()
+            data, patience = [self._as_data(call) for call in calls], self._patience(calls)
             try:
-                for index, scores in worker.results([self._as_data(call) for call in calls], self._patience(calls)):
+                for index, scores in worker.results(data, patience, beside=visit is not None):
                     with counting:
                         again += found.known(left.pop(index), [Score(**score) for score in scores])
             except Lost as lost:
                 rest = list(left.values())
+                if visit is not None:
+                    visit.lost = True
+                    if visit.shared:
+                        return [rest, *([call] for call in again)]
                 if len(rest) > 1:  # nobody knows which one it was
                     half = len(rest) // 2
                     return [rest[:half], rest[half:], *([call] for call in again)]
@@ -238,8 +322,21 @@ class IsolatedReward(Pool):
                         again += found.known(call, [Score(None, str(lost))] * len(call.texts))
             return [[call] for call in again]
 
-        unable = self.work_on(asked, one)
+        each = [[call] for call in found.left]
+        unable = self._beside(found.left, one) if self.is_async else self.work_on(each, one)
         return [score if score != Score(None) else Score(None, unable) for score in found.scores]
+
+    def _beside(self, calls: list[Call], one: Callable[[Worker, list[Call], _Visit], list[list[Call]]]) -> str:
+        """Make all calls at once, beside those of other callers; after a loss alone. Returns why some are left."""
+        asked, alone = [calls] if calls else [], False
+        try:
+            while asked:
+                with self._gate.entered(alone=alone) as visit:
+                    asked += one(self._workers[0], asked.pop(0), visit)
+                alone |= visit.lost
+        except CannotStart as error:
+            return str(error)
+        return ""
 
     def _as_data(self, call: Call) -> list[Any]:
         tokens = [list(getattr(text, "tokens", ())) if self._wants_tokens else [] for text in call.texts]
@@ -264,7 +361,13 @@ def serve(**options: Any) -> tuple[dict[str, Any], Callable[..., None]]:
         ]
         reward.each(made, lambda call, scores: tell(call.places[0], [vars(score) for score in scores]))
 
-    return {"signature": reward.signature, "is_async": reward.is_async}, answer
+    return {"signature": reward.signature, "is_async": reward.is_async, "beside": reward.is_async}, answer
+
+
+async def _over(job: _Job) -> None:
+    """Wait until this job is over."""
+    assert job.task is not None
+    await asyncio.wait([job.task])
 
 
 async def _end_other_tasks() -> None:

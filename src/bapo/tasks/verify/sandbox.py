@@ -9,9 +9,9 @@ evaluate it. So a verifier is a pure function `verify(answer, response) -> Score
 them, or ends the process, is a failure, not a reward of 0: the verifier could not tell. A verifier that catches its own
 MemoryError decides for itself.
 
-Workers never import torch. In our process, one thread per worker feeds the worker and waits for it. Equal pairs are
-verified once per call, and no response is verified twice. The pool serves one caller at a time, and other callers wait
-until that call returns. Responses are failures if no worker can be started for them.
+Workers never import torch. In our process, one thread per worker feeds the worker and waits for it. Several callers
+share the workers: all that they ask goes through one queue, so a slow response holds back one worker and no caller.
+Equal pairs are verified once per call. Responses are failures if no worker can be started for them.
 """
 
 import json
@@ -20,8 +20,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -34,13 +33,57 @@ MAX_DEFAULT_WORKERS = 16
 """Without a number, there is one worker per core that this process may use, up to this many."""
 
 
+class _Job:
+    """What one caller asks for."""
+
+    def __init__(self, one: Callable[[Worker, Any], Iterable[Any]], work: "queue.SimpleQueue[Any]") -> None:
+        self.one, self._work = one, work
+        self.over = threading.Event()
+        self.busy: set[Worker] = set()
+        """The workers that do something of it."""
+        self.error: BaseException | None = None
+        self.unable = ""
+        """Why a worker could not be started."""
+        self._left, self._failed, self._lock = 0, 0, threading.Lock()
+
+    def put(self, items: Iterable[Any]) -> None:
+        """Queue these items, too."""
+        for item in items:
+            with self._lock:
+                self._left += 1
+            self._work.put((self, item))
+
+    def work(self, worker: Worker, item: Any, workers: int) -> None:
+        """Do one item, in the thread of a worker, unless the job is given up."""
+        self.busy.add(worker)
+        try:
+            if not self.over.is_set():
+                self.put(self.one(worker, item))
+        except CannotStart as error:
+            self.unable, self._failed = str(error), self._failed + 1
+            if self._failed < workers:
+                self.put([item])  # for another worker
+            else:
+                self.over.set()
+        except BaseException as error:
+            self.error = error
+            self.over.set()
+        self.busy.discard(worker)
+        with self._lock:
+            self._left -= 1
+            if not self._left:
+                self.over.set()
+
+
 class Pool(AbstractContextManager["Pool"]):
     """Workers that take work from one queue. They end with `close`, with the `with` block, or with the process."""
 
     def __init__(self, workers: list[Worker]) -> None:
-        self._lock = threading.Lock()  # a worker serves one caller at a time
         self._workers = workers
-        self._finalizer = weakref.finalize(self, _close_all, self._workers, os.getpid())
+        self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._starting = threading.Lock()
+        self._finalizer = weakref.finalize(self, _close_all, self._workers, os.getpid(), self._work)
         try:
             for worker in self._workers:
                 worker.start()
@@ -50,44 +93,30 @@ class Pool(AbstractContextManager["Pool"]):
             raise
 
     def work_on(self, items: Iterable[Item], one: Callable[[Worker, Item], Iterable[Item]]) -> str:
-        """Let `one` do each item with some worker, in a thread per worker; it returns items to be done besides.
+        """Let `one` do each item with some worker, in its thread; it returns items to be done besides.
 
         Returns why items are left, if no worker can be started any more.
         """
-        work: queue.SimpleQueue[Item] = queue.SimpleQueue()
-        for item in items:
-            work.put(item)
-        unable = ""
-
-        def drain(worker: Worker) -> None:
-            nonlocal unable
-            with suppress(queue.Empty):
-                while True:
-                    item = work.get_nowait()
-                    try:
-                        more = one(worker, item)
-                    except CannotStart as error:
-                        unable = str(error)
-                        work.put(item)  # for another worker, if one is left
-                        return
-                    for each in more:
-                        work.put(each)
-
-        with self._lock, ThreadPoolExecutor(len(self._workers)) as threads:
-            if not self._finalizer.alive:
-                name = self._workers[0].name
-                raise ValueError(f"the pool of {name} was closed and cannot score any more. Make a new one.")
-            busy = self._workers[: work.qsize()]
-            try:
-                for finished in [threads.submit(drain, worker) for worker in busy]:
-                    finished.result()
-            except BaseException:  # Ctrl-C: no thread may keep waiting
-                with suppress(queue.Empty):
-                    while True:
-                        work.get_nowait()
-                _close_all(busy, os.getpid())
-                raise
-        return unable
+        if not self._finalizer.alive:
+            name = self._workers[0].name
+            raise ValueError(f"the pool of {name} was closed and cannot score any more. Make a new one.")
+        with self._starting:
+            for worker in self._workers[len(self._threads) :]:
+                given = worker, self._work, len(self._workers)
+                self._threads.append(threading.Thread(target=_serve, args=given, name="verifier", daemon=True))
+                self._threads[-1].start()
+        job = _Job(one, self._work)
+        try:
+            job.put(listed := list(items))
+            if listed:
+                job.over.wait()
+            if job.error is not None:
+                raise job.error
+        except BaseException:  # Ctrl-C: no thread may keep waiting
+            job.over.set()
+            _close_all(list(job.busy), os.getpid())
+            raise
+        return job.unable
 
     def close(self) -> None:
         """End the workers. A second call does nothing."""
@@ -138,9 +167,19 @@ class VerifierPool(Pool):
         return Score(None, failure=f"{self.verifier} returned {json.dumps(reply['result'])[:100]}; it must be a Score")
 
 
-def _close_all(workers: Sequence[Worker], owner: int) -> None:
-    """End all workers. A process forked from their owner leaves them alone."""
+def _serve(worker: Worker, work: "queue.SimpleQueue[Any]", workers: int) -> None:
+    """The thread of a worker."""
+    while (taken := work.get()) is not None:
+        job, item = taken
+        job.work(worker, item, workers)
+        del taken, job, item  # while it waits, it keeps nothing alive
+
+
+def _close_all(workers: Sequence[Worker], owner: int, work: "queue.SimpleQueue[Any] | None" = None) -> None:
+    """End all workers, and with `work` their threads. A process forked from their owner leaves them alone."""
     if os.getpid() == owner:
+        for _ in workers if work is not None else ():
+            work.put(None)
         for worker in workers:
             if worker.process is not None:
                 worker.hang_up()  # so that all of them exit at the same time

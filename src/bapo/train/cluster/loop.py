@@ -10,7 +10,9 @@ engines go on with what is admitted.
     the learner         groups that have come back, and late ones          the rollout is whole
     the engines         requests                                            the next window opens
     an engine           nothing else: it takes new weights by itself, after every step, and continues what it was doing
-    a finished group    its verifier                                        it is scored, in a thread of its own
+    a finished group    its verifier                                        it is scored, in a thread of its own: the
+                                                                            groups share the verifier, and none waits
+                                                                            for a slow response of another
 
 The staleness bound. A token of a group of window k is sampled with the weights after step k - 1 - a, or later ones. If
 the group comes back in time for rollout k, the learner has taken at most d = a u updates since when it first draws the
@@ -59,6 +61,8 @@ from bapo.types import Group, group_from_state, group_state
 
 PUMP_SECONDS = 0.1
 """How long we listen to the engines before we look at the learner again."""
+SCORED_AT_ONCE = 64
+"""How many groups ask the verifier at a time, which divides its own workers and connections among them."""
 PROBE_CONTEXTS = 4
 """How many prompts the probe of an engine continues."""
 PROBE_TOKENS = 128
@@ -79,10 +83,10 @@ class AsyncLoop(Loop):
         self.ahead = parts.config.cluster.ahead
         self._returned: list[Returned] = []
         """Groups that have come back and belong to no rollout yet, in the order in which they came."""
-        self._scoring: list[tuple[list[Group], Future[Scored]]] = []
-        self._verifier = ThreadPoolExecutor(1, thread_name_prefix="scoring")
-        self._scored: list[Scored] = []
-        """What was scored in this step so far."""
+        self._scoring: list[tuple[Group, Future[Scored]]] = []
+        self._verifier = ThreadPoolExecutor(SCORED_AT_ONCE, thread_name_prefix="scoring")
+        self._scored: dict[int, Scored] = {}
+        """What was scored in this step so far, by group."""
 
     def take_step(self, view: View) -> StepRecord:
         """One rollout and the updates on it, with sampling in parallel."""
@@ -107,7 +111,7 @@ class AsyncLoop(Loop):
         with view.doing("learning") as tell:
             updates = list(learn(parts, state, tell))
         times = (began, waited, time.perf_counter())
-        scored, self._scored = together(self._scored), []
+        scored, self._scored = together([self._scored[id] for id in sorted(self._scored)]), {}
         state.step += 1
         metrics = parts.scheduler.since(before), parts.buffer.metrics(), admitted
         record = recorded(state.step, groups, scored, metrics, updates, times)
@@ -122,7 +126,7 @@ class AsyncLoop(Loop):
 
         def undo() -> None:
             self.learner.meanwhile = self._fleet.hear  # the engines go on with what is forgotten here
-            self._verifier.shutdown(cancel_futures=True)  # after the call that it is in
+            self._verifier.shutdown(cancel_futures=True)  # after the calls that it is in
             back()
             self._returned, self._scoring = waiting
 
@@ -131,8 +135,7 @@ class AsyncLoop(Loop):
     @property
     def _stopped(self) -> bool:
         """Whether a stop has ended the scoring. Its groups count as being scored, and are asked about again."""
-        job = self._scoring[0][1] if self._scoring else None
-        return job is not None and job.done() and isinstance(job.exception(), StopAsked)
+        return any(job.done() and isinstance(job.exception(), StopAsked) for _, job in self._scoring)
 
     def _open_windows(self) -> int:
         """Open every window that may be open during this step, and admit its groups."""
@@ -181,27 +184,24 @@ class AsyncLoop(Loop):
         rollout = parts.scheduler.take()
         self._returned += [(group.id, None) for group in rollout.dropped]
         self._score(rollout.groups)
-        while self._scoring and self._scoring[0][1].done() and not self._stopped:
+        if not self._stopped:
             self._take_scores()
 
     def _score(self, groups: list[Group]) -> None:
-        """Ask the verifier for the rewards of these groups, and with them for all that wait for it: it may be many."""
-        if groups:
-            parts = self.parts
-            while self._scoring and self._scoring[-1][1].cancel():  # not begun yet
-                groups = [*self._scoring.pop()[0], *groups]
-            job = self._verifier.submit(score, groups, parts.task, parts.policy.transcript, parts.overlong)
-            self._scoring.append((groups, job))
+        """Ask the verifier for the rewards of these groups."""
+        given = self.parts.task, self.parts.policy.transcript, self.parts.overlong
+        self._scoring += [(group, self._verifier.submit(score, [group], *given)) for group in groups]
 
     def _take_scores(self) -> None:
-        """Take in the groups whose verifier was asked first, waiting for it. A verifier has its own deadlines."""
-        groups, job = self._scoring.pop(0)
-        scored = job.result()
-        for group, facts in unscored(groups, scored).items():
-            self.parts.ledger.record("unscored", group, **facts)
-        rewarded = {group.id: group for group in scored.groups}
-        self._returned += [(group.id, rewarded.get(group.id)) for group in groups]
-        self._scored.append(scored)
+        """Take in the groups that are scored, in the order in which they were finished."""
+        done = [(group, job.result()) for group, job in self._scoring if job.done()]
+        scored_ids = {group.id for group, _ in done}
+        self._scoring = [(group, job) for group, job in self._scoring if group.id not in scored_ids]
+        for group, scored in done:
+            for id, facts in unscored([group], scored).items():
+                self.parts.ledger.record("unscored", id, **facts)
+            self._returned.append((group.id, scored.groups[0] if scored.groups else None))
+            self._scored[group.id] = scored
 
     def _progress(self, tokens_before: int) -> Sampled:
         """What a person sees of the rollout of this step."""
@@ -232,7 +232,7 @@ class AsyncLoop(Loop):
             self.parts.scheduler.accept(request, segment)
 
     def close(self) -> None:
-        """End the thread that scores."""
+        """End the threads that score."""
         self._verifier.shutdown(wait=False, cancel_futures=True)
 
     def state_dict(self) -> dict[str, Any]:
@@ -258,7 +258,7 @@ class AsyncLoop(Loop):
 
     @property
     def _in_scoring(self) -> list[Group]:
-        return [group for groups, _ in self._scoring for group in groups]
+        return [group for group, _ in self._scoring]
 
 
 # The processes.

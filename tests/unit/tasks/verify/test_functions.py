@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -164,6 +165,52 @@ def test_one_event_loop_serves_all_batches(written):
     assert len(sys.modules[reward.name.partition(":")[0]].loops) == 1
     with pytest.raises(RuntimeError):
         asyncio.get_running_loop()
+
+
+def side_by_side(*calls):
+    """What calls in a thread each return, in the order in which they end."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [future.result() for future in as_completed([threads.submit(call) for call in calls])]
+
+
+def test_callers_share_a_function_and_none_waits_for_the_slow_call_of_another(written):
+    code = """
+        import asyncio
+        running = most = 0
+        async def reward(response):
+            global running, most
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(float(response))
+            running -= 1
+            return float(response)
+    """
+    reward = written(code, concurrency=5)
+    asked = [("0.6", "0.01"), *[("0.02",) * 4] * 4]
+    found = side_by_side(*[lambda texts=texts: scores(reward, *texts) for texts in asked])
+    assert found == [*[[Score(0.02)] * 4] * 4, [Score(0.6), Score(0.01)]]
+    assert sys.modules[reward.name.partition(":")[0]].most == 5
+    plain = written("import time\ndef reward(response):\n    time.sleep(0.01)\n    return float(response)")
+    found = side_by_side(*[lambda n=n: scores(plain, str(n)) for n in range(4)])
+    assert sorted(each[0].reward for each in found) == list(range(4))
+
+
+def test_what_an_async_function_breaks_is_a_failure_for_all_who_wait(written):
+    code = """
+        import asyncio, sys
+        async def part():
+            await asyncio.sleep(0.2)
+            sys.exit("quota")
+        async def reward(response):
+            if response == "bad":
+                await asyncio.gather(part())
+            await asyncio.sleep(0 if response == "good" else 30)
+            return 1
+    """
+    reward = written(code)
+    found = side_by_side(*[lambda text=text: scores(reward, "good", text) for text in ("bad", "slow", "slower")])
+    assert found == [[Score(1.0), Score(None, "SystemExit: quota")]] * 3
+    assert scores(reward, "good") == [Score(1.0)]
 
 
 def test_what_cannot_be_found_or_called_is_explained(written):
@@ -439,6 +486,29 @@ def test_a_function_that_harms_its_process_loses_no_other_response(isolated, fun
     asked = [text for one in harm for text in (one, "good")]
     found = isolated(function).scores([(PROBLEM, text) for text in asked])
     assert found == [Score(1.0) if text == "good" else Score(None, harm[text]) for text in asked]
+
+
+def test_callers_share_an_isolated_process_and_lose_only_what_is_their_own(isolated):
+    reward = isolated("waiting")
+    calls = [("good", "exit 3", "good"), ("good", "pid"), ("child", "good", "exit 4")]
+    found = side_by_side(*[lambda texts=texts: (texts, scores(reward, *texts)) for texts in calls])
+    for texts, scored in found:
+        for text, score in zip(texts, scored, strict=True):
+            assert score.failure == (f"crash: exit status {text[-1]}" if "exit" in text else "")
+            assert (score.reward is None) == ("exit" in text)
+    (pids,) = ({one[0].reward for one in side_by_side(*[lambda: scores(reward, "pid")] * 3)},)
+    assert len(pids) == 1
+
+
+def test_nobody_waits_for_the_slow_call_of_another_in_an_isolated_process(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "late.py").write_text(
+        "import asyncio\nasync def reward(response):\n    await asyncio.sleep(float(response))\n    return 1.0"
+    )
+    with IsolatedReward("late:reward", seconds=20) as reward:
+        ended = side_by_side(*[lambda text=text: (text, scores(reward, text)) for text in ("2", "0.01", "0.02")])
+    assert ended[-1][0] == "2"
+    assert all(scored == [Score(1.0)] for _, scored in ended)
 
 
 def test_a_function_of_lists_loses_only_the_response_that_kills_its_process(isolated):

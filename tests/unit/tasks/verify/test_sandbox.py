@@ -160,6 +160,16 @@ def test_many_hostile_answers_cost_little_more_than_their_time_limits():
     assert all(score.reward is None for score in scores)
 
 
+def test_callers_share_the_workers_and_none_waits_for_a_slow_answer_of_another():
+    with VerifierPool(HOSTILE, workers=2, seconds=3) as pool, ThreadPoolExecutor(3) as threads:
+        one(pool, "a")
+        slow = threads.submit(pool.scores, [("a", "spin")])
+        quick = [threads.submit(pool.scores, [("a", "a"), ("a", "b")]) for _ in range(2)]
+        assert [[score.reward for score in each.result()] for each in quick] == [[1.0, 0.0]] * 2
+        assert not slow.done()
+        assert slow.result() == [Score(None, "timeout after 3 s")]
+
+
 def test_nothing_is_left_behind_by_close():
     before = children()
     pool = VerifierPool(HOSTILE, workers=3, seconds=1)
