@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ COLUMNS = {
     "sampled": np.bool_,
 }
 """The lists of a trajectory that a learner reads."""
-PLAIN = ("seed", "status", "reward", "rewards", "shaping", "ending")
+PLAIN = ("seed", "status", "reward", "rewards", "shaping", "contexts", "ending")
 """What else it knows of one."""
 
 
@@ -112,7 +112,7 @@ def _end_to_end(values: Sequence[Sequence[Any]], kind: Any) -> NDArray[Any]:
 
 
 def _cut(column: NDArray[Any], counts: NDArray[np.int64]) -> Iterator[Any]:
-    view, begin = memoryview(column), 0
+    view, begin = memoryview(cast(Any, column)), 0
     for count in counts.tolist():
         yield view[begin : begin + count]
         begin += count

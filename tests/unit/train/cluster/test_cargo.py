@@ -2,14 +2,15 @@
 
 import math
 import pickle
+from dataclasses import fields
 
 import pytest
 import torch
 
 from bapo.learn.packing import pack
 from bapo.rollout.engine import Segment
-from bapo.train.cluster.cargo import Answer, Batch
-from bapo.types import Status
+from bapo.train.cluster.cargo import COLUMNS, PLAIN, Answer, Batch
+from bapo.types import Status, Trajectory
 from tests.sharded import groups
 
 SEGMENTS = [
@@ -59,3 +60,8 @@ def test_a_learner_packs_the_same_from_what_arrives(change):
                 other = getattr(found, name)
                 assert torch.equal(other, value) if torch.is_tensor(value) else other == value, name
     assert [(g.id, g.uses, g.oldest) for g in arrived] == [(g.id, g.uses, g.oldest) for g in sent]
+
+
+def test_all_that_is_known_of_a_trajectory_travels_but_what_no_learner_reads():
+    known = {field.name for field in fields(Trajectory)}
+    assert known - {*COLUMNS, *PLAIN} == {"entropies", "answers"}

@@ -131,7 +131,7 @@ def made(
         task=task,
         ledger=ledger,
         overlong=lambda length: 0.0,
-        policy=SimpleNamespace(decode=str, encode=lambda prompt: [int(prompt), 1]),
+        policy=SimpleNamespace(transcript=str, encode=lambda prompt: [int(prompt), 1]),
         engine=Engine(length, lag=lag),
         learner=Learner(turns, skips),
         stream=ProblemStream(problems, seed=0),
