@@ -32,7 +32,10 @@ FAILED = "bapo/failed"
 """Where the store of the group has the error of the first rank that failed."""
 STOPPED = "stopped"
 """What the store has instead, if that rank was told to stop at once. The others then stop, too."""
-LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out")
+LOST = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out"),
+    *("remote process exited", "Connection closed by remote peer"),
+)
 """What the backends say where another rank has gone, or has been silent for too long."""
 _stores: dict[dist.ProcessGroup, Any] = {}
 

@@ -178,8 +178,9 @@ def _serve(worker: Worker, work: "queue.SimpleQueue[Any]", workers: int) -> None
 def _close_all(workers: Sequence[Worker], owner: int, work: "queue.SimpleQueue[Any] | None" = None) -> None:
     """End all workers, and with `work` their threads. A process forked from their owner leaves them alone."""
     if os.getpid() == owner:
-        for _ in workers if work is not None else ():
-            work.put(None)
+        for _ in workers:
+            if work is not None:
+                work.put(None)
         for worker in workers:
             if worker.process is not None:
                 worker.hang_up()  # so that all of them exit at the same time
