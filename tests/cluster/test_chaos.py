@@ -14,7 +14,7 @@ from tests.cluster.driving import Run, gone, send
 
 pytest.importorskip("ray")
 
-SECONDS = float(os.environ.get("BAPO_CHAOS_SECONDS", "30"))
+SECONDS = float(os.environ.get("BAPO_CHAOS_SECONDS", "20"))
 STEPS = int(10 + SECONDS / 2)
 CHAOS = {
     "steps": STEPS,
@@ -56,12 +56,29 @@ def test_deaths_of_every_kind(tmp_path):
     run.until(lambda: len(run.actors("LearnerHost")) == 2)
     send(run.actors("LearnerHost")[0])
     run.until(lambda: "all learner ranks start again" in run.said())
-    before = run.steps()
-    run.until(lambda: run.steps() > before)
+    goes_on(run)
     assert gone([stopped]) == [], "a stopped actor was not ended"
     assert "has not answered" in run.said()
+    for daemon, told in (
+        ("raylet", "its daemon on this machine (raylet)"),
+        ("gcs_server", "its control service (GCS)"),
+    ):
+        processes = run.descendants()
+        send(next(pid for pid, name in processes.items() if name.split(" ")[0].endswith(f"/{daemon}")))
+        killed = time.monotonic()
+        assert run.ended(60) == 5
+        assert time.monotonic() - killed < 30, "Ray itself takes a minute"
+        assert f"bapo: Ray is lost: {told}" in run.said()
+        assert gone([run.process.pid, *processes]) == [], "processes outlive Ray"
+        run = Run.resume(run.path)
+        goes_on(run)
     processes = [run.process.pid, *run.descendants()]
     run.kill()  # the controller itself
     assert gone(processes) == [], "processes outlive the controller"
     resumed = Run.resume(run.path).finished(600)
     assert_sound(resumed)
+
+
+def goes_on(run):
+    before = run.steps()
+    run.until(lambda: run.steps() > before)

@@ -35,6 +35,7 @@ from bapo.rollout.worker import Begun
 from bapo.runs.history import Restart
 from bapo.screen.watch import ActorLine
 from bapo.train.cluster.hosts import Published
+from bapo.train.cluster.pulse import RayGone
 from bapo.train.cluster.ray import END_SECONDS, Actor, Call, Hello, Lost, Missing, Silent, answered, end
 from bapo.types import Status
 
@@ -372,6 +373,8 @@ class Fleet:
                     member.call, self._gone = None, member.asked
                 else:  # its answer is lost, and with it some tokens that it believes we have
                     self._replace(member, place, error)
+            except RayGone:
+                raise
             except Exception as error:
                 self._failed(member, place, error)
             else:

@@ -29,6 +29,10 @@ REFUSED_SECONDS, CUT_SECONDS = 3.0, 40.0
 HANG_SECONDS = 10.0
 
 
+class RayGone(ClusterError):  # noqa: N818
+    """Ray itself has gone, so nobody can be replaced."""
+
+
 class Pulse:
     """What is known of Ray's own processes."""
 
@@ -47,7 +51,7 @@ class Pulse:
         if self.lost:
             self._told.set()
             stops.cut_off()  # nobody tidies up with Ray
-            raise ClusterError(self.lost)
+            raise RayGone(self.lost)
 
     def close(self) -> None:
         """Look no more."""
@@ -63,7 +67,7 @@ class Pulse:
         advice = stops.advice() or "Continue with `bapo resume`."
         self.lost = f"Ray is lost: {gone}. {self.remedy}{advice}"
         if not self._told.wait(HANG_SECONDS) and not self._over.is_set():
-            stops.give_up(ClusterError.exit_code, self.lost)
+            stops.give_up(RayGone.exit_code, self.lost)
 
     def _gone(self) -> str:
         """What has gone, in words; empty if nothing has."""

@@ -16,6 +16,7 @@ from bapo.train.cluster import fleet as fleet_module
 from bapo.train.cluster.cargo import Answer
 from bapo.train.cluster.fleet import Fleet
 from bapo.train.cluster.hosts import Probe, Published
+from bapo.train.cluster.pulse import RayGone
 from bapo.train.cluster.ray import Hello, Lost, Missing, Silent
 from bapo.train.machine import code_digest
 from bapo.types import Status
@@ -61,7 +62,7 @@ class Member:
             return Call(Lost(f"{self.name} died"), silent=self.how == "is silent")
         try:
             return Call(getattr(self, method)(*given))
-        except (Missing, WrongWeights) as error:
+        except (Missing, WrongWeights, RayGone) as error:
             return Call(error)
 
     def hello(self):
@@ -308,6 +309,16 @@ def test_without_a_fit_member_the_fleet_gives_up(monkeypatch):
     ours.fleet.start_seconds, ours.fleet._unfit_seconds = 1.0, 9.0
     with pytest.raises(ClusterError, match="no rollout actor has been fit"):
         collected(ours.fleet)
+
+
+def test_nobody_is_replaced_where_ray_itself_has_gone():
+    ours = made(member := Member("rollout 0"))
+    ours.fleet.load(published(), version=0)
+    ours.fleet.submit([request(0)], SAMPLING)
+    member.work = lambda *_: (_ for _ in ()).throw(RayGone("Ray is lost"))
+    with pytest.raises(RayGone):
+        collected(ours.fleet)
+    assert ours.restarts == []
 
 
 def test_other_code_is_refused():
