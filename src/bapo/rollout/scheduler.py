@@ -35,6 +35,8 @@ A run is made of four verbs. A caller that does not wait for its engines can cal
     listen     take in what environments have answered, if there are any; those responses can be continued again
     take       return the groups that are finished and those given up; the next run begins
 
+Requests and groups are looked through only where something can have changed, so a cluster may call these verbs often.
+
 A response that ended a turn gives its slot back, and its environment is asked while the engine samples others. `run`
 waits for all answers before it submits again. So what is sampled together does not depend on how long an environment
 takes. What it said has no version, and no number of tokens counts it.
@@ -57,7 +59,6 @@ from bapo.types import (
     Trajectory,
     group_from_state,
     group_state,
-    increased,
     nothing,
     refuse,
 )
@@ -66,7 +67,7 @@ ANSWER_SECONDS = 1.0
 """How long a run waits for environments before it tells how far it is."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class SchedulerMetrics:
     """What one run did (or all runs so far), and what it left behind; `bapo.runs.metrics` explains every field.
 
@@ -97,6 +98,14 @@ class Rollout:
     metrics: SchedulerMetrics
     causes: dict[int, str] = field(default_factory=dict)
     """Why groups were given up whose environment or grader failed, by id."""
+
+
+class Taken(NamedTuple):
+    """The same without metrics, which look at every response."""
+
+    groups: list[Group]
+    dropped: list[Group]
+    causes: dict[int, str]
 
 
 class Work(NamedTuple):
@@ -183,9 +192,16 @@ class Scheduler:
         self._run: _Run | None = None
         self._under_way: dict[int, Trajectory] = {}
         """Responses by the id of the request that continues them."""
+        self._owners: dict[int, int] = {}
+        """The id of each response's group, by id()."""
+        self._nothing_idle = False
+        """Whether no response has become idle since `requests` found none."""
+        self._changed: set[int] = set()
+        """Groups of which a response has ended since the last `take`."""
 
     def admit(self, groups: Iterable[Group]) -> None:
         """Take in new groups, which the next run may sample. Ids must increase: they are the order of admission."""
+        self._nothing_idle = False
         for group in groups:
             who, last = f"group {group.id} (problem {group.problem.id!r})", self._next_id - 1
             begun = [t for t in group.trajectories if t.tokens or t.status is not Status.PARKED]
@@ -195,6 +211,7 @@ class Scheduler:
                 (begun, f"{who} has responses that were begun. Only load_state_dict continues those."),
             )
             self._groups[group.id] = group
+            self._owners |= {id(trajectory): group.id for trajectory in group.trajectories}
             self._next_id = group.id + 1
             self.record("admitted", group.id)
             if self.conversations is not None:
@@ -206,7 +223,7 @@ class Scheduler:
         If the engine raises, nothing is lost: every response keeps the tokens that were collected. `tell` is called
         with how far the run is.
         """
-        self._run, self._under_way = None, {}  # of a run that failed
+        self._forget_requests()  # of a run that failed
         before = self._begin(engine.version).before.sampled_tokens
         asked = len(self._unfinished())
 
@@ -229,6 +246,7 @@ class Scheduler:
         """Take in what environments have answered, and wait so long for it at most. Whether more answers will come."""
         if self.conversations is None or not self.conversations.busy:
             return False
+        self._nothing_idle = False
         self.conversations.listen(timeout)
         return self.conversations.busy
 
@@ -238,6 +256,8 @@ class Scheduler:
         Responses under way or with their environment are not asked for again. The first call after `take` begins a run
         and gives up the groups that are too old for it.
         """
+        if self._nothing_idle and self.max_age is None:
+            return None
         run = self._begin(version)
         due: list[Trajectory] = []  # of groups for which this run is the last chance
         if self.over_age == "finish":
@@ -249,6 +269,7 @@ class Scheduler:
             self._count(forced=len(chosen))
             return Work([self._request(trajectory) for trajectory in chosen], None)
         idle = self._idle(self._unfinished())
+        self._nothing_idle = not idle
         if run.rested:
             idle = [t for t in idle if len(t.answers) > run.answered.get(id(t), len(t.answers))]
             if not idle:
@@ -272,6 +293,8 @@ class Scheduler:
         trajectory = self._under_way[request]
         if segment.status is not None:
             del self._under_way[request]
+            self._changed.add(self._owners.get(id(trajectory), -1))  # maybe it was given up and has left
+            self._nothing_idle &= segment.status is not Status.PARKED
         if trajectory.status is Status.DROPPED:  # its group was given up meanwhile, and stays so
             self._count(sampled_tokens=len(segment.tokens), wasted_tokens=len(segment.tokens))
             return
@@ -284,16 +307,25 @@ class Scheduler:
 
     def take(self) -> Rollout:
         """Return the groups that are finished and those given up, with what the run did. The next run may begin."""
-        _give_up(g for g in self._groups.values() if any(t.status is Status.DROPPED for t in g.trajectories))
-        finished = self._take(Status.STOPPED, Status.TRUNCATED)
-        dropped = self._take(Status.DROPPED)
+        before = replace(self._totals) if self._run is None else self._run.before
+        groups, dropped, causes = self.take_groups()
+        return Rollout(groups, dropped, self.since(before), causes)
+
+    def take_groups(self) -> Taken:
+        """Return the groups that are finished and those given up. The next run may begin."""
+        everywhere = self.conversations is not None or self.max_age is not None
+        changed = sorted(self._groups) if everywhere else sorted(self._changed & self._groups.keys())
+        self._changed.clear()
+        looked_at = [self._groups[id] for id in changed]
+        _give_up(g for g in looked_at if any(t.status is Status.DROPPED for t in g.trajectories))
+        finished = self._take(looked_at, Status.STOPPED, Status.TRUNCATED)
+        dropped = self._take(looked_at, Status.DROPPED)
         causes = {} if self.conversations is None else dict(self.conversations.causes)
         for event, groups in (("finished", finished), ("dropped", dropped)):
             for group in groups:
                 self.record(event, group.id, **({"cause": causes[group.id]} if group.id in causes else {}))
         if self.conversations is not None:
             self.conversations.forget([*finished, *dropped])
-        before = self._totals if self._run is None else self._run.before
         self._count(
             returned_tokens=_tokens(finished),
             wasted_tokens=_tokens(dropped),
@@ -303,7 +335,7 @@ class Scheduler:
             resumed=0 if self._run is None else len(self._run.resumed),
         )
         self._run = None
-        return Rollout(finished, dropped, self.since(before), causes)
+        return Taken(finished, dropped, causes)
 
     def _begin(self, version: int) -> _Run:
         """The run under way. If there is none, it begins, and gives up the groups that are too old for it."""
@@ -314,7 +346,7 @@ class Scheduler:
             )
         if self._run is None:
             begun = {id(trajectory) for trajectory in self._idle(self._unfinished()) if trajectory.tokens}
-            self._version, self._run = version, _Run(self._totals, begun)
+            self._version, self._run = version, _Run(replace(self._totals), begun)
             _give_up(group for group in self._groups.values() if self._too_old(group, version))
         return self._run
 
@@ -336,6 +368,11 @@ class Scheduler:
         """The groups that are admitted and not yet returned or given up."""
         return list(self._groups.values())
 
+    @property
+    def sampled_tokens(self) -> int:
+        """How many tokens all runs have sampled together."""
+        return self._totals.sampled_tokens
+
     def totals(self) -> SchedulerMetrics:
         """The metrics of all runs together."""
         return replace(self._totals, **self._levels())
@@ -347,12 +384,12 @@ class Scheduler:
 
     def bookmark(self) -> Callable[[], None]:
         """What takes this scheduler and its groups back to where they are now."""
-        version, next_id, totals, groups = self._version, self._next_id, self._totals, dict(self._groups)
+        version, next_id, totals, groups = self._version, self._next_id, replace(self._totals), dict(self._groups)
         marks = [trajectory.mark() for group in groups.values() for trajectory in group.trajectories]
 
         def back() -> None:
             self._version, self._next_id, self._totals, self._groups = version, next_id, totals, groups
-            self._run, self._under_way = None, {}
+            self._forget_requests()
             for mark in marks:
                 mark()
             self._restart()
@@ -374,7 +411,7 @@ class Scheduler:
         self._next_id = state["next_id"]
         self._totals = SchedulerMetrics(**state["totals"])
         self._groups = {group.id: group for group in map(group_from_state, state["groups"])}
-        self._run, self._under_way = None, {}
+        self._forget_requests()
         self._restart()
 
     def _restart(self) -> None:
@@ -395,15 +432,23 @@ class Scheduler:
     def _too_old(self, group: Group, version: int) -> bool:
         return self.max_age is not None and group.oldest is not None and version - group.oldest > self.max_age
 
-    def _take(self, *statuses: Status) -> list[Group]:
-        """Remove and return the groups whose responses all have one of these statuses."""
-        taken = [g for g in self._groups.values() if all(t.status in statuses for t in g.trajectories)]
+    def _take(self, groups: Iterable[Group], *statuses: Status) -> list[Group]:
+        """Remove and return those of these groups whose responses all have one of these statuses."""
+        taken = [g for g in groups if all(t.status in statuses for t in g.trajectories)]
         for group in taken:
             del self._groups[group.id]
+            for trajectory in group.trajectories:
+                del self._owners[id(trajectory)]
         return taken
 
     def _count(self, **more: int) -> None:
-        self._totals = increased(self._totals, **more)
+        for name, value in more.items():
+            setattr(self._totals, name, getattr(self._totals, name) + value)
+
+    def _forget_requests(self) -> None:
+        self._run, self._under_way, self._nothing_idle = None, {}, False
+        self._changed = set(self._groups)
+        self._owners = {id(t): group.id for group in self._groups.values() for t in group.trajectories}
 
     def _levels(self) -> dict[str, int]:
         unfinished = self._unfinished()

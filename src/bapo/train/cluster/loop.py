@@ -181,7 +181,7 @@ class AsyncLoop(Loop):
             parts.engine.submit(asked.requests, parts.scheduler.sampling)
         for request, segment in parts.engine.collect(PUMP_SECONDS):
             parts.scheduler.accept(request, segment)
-        rollout = parts.scheduler.take()
+        rollout = parts.scheduler.take_groups()
         self._returned += [(group.id, None) for group in rollout.dropped]
         self._score(rollout.groups)
         if not self._stopped:
@@ -205,10 +205,10 @@ class AsyncLoop(Loop):
 
     def _progress(self, tokens_before: int) -> Sampled:
         """What a person sees of the rollout of this step."""
-        totals, responses = self.parts.scheduler.totals(), self.parts.config.rollout.responses
+        tokens, responses = self.parts.scheduler.sampled_tokens, self.parts.config.rollout.responses
         came = min(self.state.taken + len(self._returned), self.state.windows[0]) - self.state.taken
         wanted = self.state.windows[0] - self.state.taken
-        return Sampled(came * responses, wanted * responses, totals.sampled_tokens - tokens_before)
+        return Sampled(came * responses, wanted * responses, tokens - tokens_before)
 
     def watched(self, view: View, run: Path) -> None:
         """From now on, show what every actor does, and note restarts there and in the history of this run."""
