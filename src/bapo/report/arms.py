@@ -17,7 +17,7 @@ from typing import Any
 
 from bapo.config.words import flat
 from bapo.runs import files
-from bapo.runs.read import Defect, Run, find_runs, is_set_aside, read_run
+from bapo.runs.read import Defect, Run, find_runs, read_run
 from bapo.runs.statistics import mean
 from bapo.types import LOG_RATIO_EDGES, USE_EDGES
 
@@ -116,7 +116,7 @@ def _directories(path: Path) -> list[Path]:
     found = find_runs(path)
     if not path.is_dir() or found == [path]:
         return found or [path]
-    lost = {file.parent for file in path.rglob("metrics.jsonl") if not is_set_aside(file.parent)} - set(found)
+    lost = {file.parent for file in path.rglob("metrics.jsonl")} - set(found)
     return sorted([*found, *lost]) or [path]
 
 

@@ -16,7 +16,6 @@ never raises and never repairs anything. Values are plain lists, dicts and float
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
@@ -154,19 +153,14 @@ def read_run(path: str | Path, *, finished: bool = True) -> Run | Defect:
 
 
 def find_runs(root: str | Path) -> list[Path]:
-    """Every run directory at or below a directory, sorted. Evaluations and runs that a retry set aside are left out."""
+    """Every run directory at or below a directory, sorted. Evaluations are left out."""
     root = Path(root)
     if (root / "config.json").is_file():
         return [root]
     found = (file.parent for file in root.rglob("config.json"))
     # Trained models have a config.json, too, and checkpoints have a copy of it.
     found = (path for path in found if path.name != "model" and path.parent.name != "checkpoints")
-    return sorted(path for path in found if not is_set_aside(path) and not is_evaluation(path))
-
-
-def is_set_aside(path: Path) -> bool:
-    """Whether `bapo compare --retry` replaced this run by a new one. It is kept as NAME.damaged-N and not read."""
-    return re.search(r"\.damaged-\d+$", path.name) is not None
+    return sorted(path for path in found if not is_evaluation(path))
 
 
 def is_evaluation(path: Path) -> bool:

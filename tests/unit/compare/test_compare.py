@@ -284,7 +284,7 @@ def test_a_changed_grid_is_refused_and_says_what_differs(again, tmp_path):
     assert (out / "results.json").read_bytes() == before
 
 
-def test_a_damaged_run_is_left_alone_until_a_retry(again):
+def test_a_damaged_run_is_left_alone_until_somebody_removes_it(again):
     out, grid = again
     run = out / "reuse-2/grpo/seed-3"
     os.truncate(run / "metrics.jsonl", 100)
@@ -292,13 +292,13 @@ def test_a_damaged_run_is_left_alone_until_a_retry(again):
     stream = io.StringIO()
     assert compare(grid, stream=stream) == 1
     assert "reuse-2/grpo/seed-3: damaged: metrics.jsonl ends in the middle of line 1." in stream.getvalue()
-    assert "or start them again with --retry" in stream.getvalue()
+    assert "or remove their directories to start again" in stream.getvalue()
     assert ran(out) == before
     assert (run / "metrics.jsonl").stat().st_size == 100
 
-    assert compare(grid, retry=True, stream=io.StringIO()) == 0
+    shutil.rmtree(run)
+    assert compare(grid, stream=io.StringIO()) == 0
     assert ran(out) == [*before, "reuse-2/grpo/seed-3"]
-    assert (run.with_name("seed-3.damaged-1") / "metrics.jsonl").stat().st_size == 100
 
 
 def test_what_a_plan_makes_of_half_written_directories(again):
