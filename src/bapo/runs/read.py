@@ -153,13 +153,13 @@ def read_run(path: str | Path, *, finished: bool = True) -> Run | Defect:
 
 
 def find_runs(root: str | Path) -> list[Path]:
-    """Every run directory at or below a directory, sorted. Evaluations are left out."""
-    root = Path(root)
-    if (root / "config.json").is_file():
+    """Every run directory at or below a directory, sorted, also those that lost a file. Evaluations are left out."""
+    root, names = Path(root), ("config.json", "metrics.jsonl")
+    if any((root / name).is_file() for name in names):
         return [root]
-    found = (file.parent for file in root.rglob("config.json"))
+    found = {file.parent for name in names for file in root.rglob(name)}
     # Trained models have a config.json, too, and checkpoints have a copy of it.
-    found = (path for path in found if path.name != "model" and path.parent.name != "checkpoints")
+    found = {path for path in found if path.name != "model" and path.parent.name != "checkpoints"}
     return sorted(path for path in found if not is_evaluation(path))
 
 
