@@ -220,7 +220,7 @@ def _difference_lines(rows: Rows, k: int | str) -> list[str]:
 
 
 def _means(seeds: int) -> str:
-    """What the numbers of a table are, whose rows have at most so many seeds."""
+    """What the numbers of a table are, if its rows have at most so many seeds."""
     if seeds >= FEWEST_SEEDS:
         return f"mean over seeds ± half width of its 95% interval, from {FEWEST_SEEDS} seeds on"
     return f"mean over seeds; an interval needs {FEWEST_SEEDS}"

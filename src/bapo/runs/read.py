@@ -94,7 +94,7 @@ class Defect:
 
 
 def logged(lines: Sequence[Mapping[str, Any]], key: str) -> list[float]:
-    """One number of each of these lines that has it."""
+    """The values of one metric in those lines that have it."""
     return [float(line[key]) for line in lines if isinstance(line.get(key), int | float)]
 
 
@@ -107,7 +107,7 @@ class _Damage(Exception):  # noqa: N818
 
 
 def _require(sound: bool, name: str, otherwise: str) -> None:
-    """What must hold of a file, and what is wrong with it otherwise."""
+    """Raise what is wrong with a file unless it is sound."""
     if not sound:
         raise _Damage(name, otherwise)
 
@@ -279,7 +279,7 @@ def _check_lines(run: Run, lines: int) -> None:
 
 
 def _steps(run: Run) -> dict[str, list[Any]]:
-    """The steps in those lines of each file of which there is one per step."""
+    """For each log, the steps of those lines that come once per step."""
     lines = sorted([*run.updates, *run.skipped], key=lambda line: line["step"]) if run.sft else run.rollouts
     logs = {"metrics.jsonl": lines, "timing.jsonl": run.timing}
     return {name: [line.get("step") for line in listed] for name, listed in logs.items()}
