@@ -179,7 +179,7 @@ def test_every_command_explains_itself(name, words, capsys):
     else:
         assert (code, said.err) == (0, "")
         assert said.out.startswith(f"usage: bapo {name} ")
-        assert "--no-retry" not in said.out
+        assert "--no-dry-run" not in said.out
 
 
 @pytest.mark.parametrize(("name", "schema"), [("train", Config), ("sft", SftConfig)])

@@ -56,8 +56,6 @@ class Arguments:
     only: Annotated[tuple[str, ...], UseAppendAction, option(default="all runs", metavar="PATTERN")] = ()
     """Run only the runs whose SETTING/OBJECTIVE/seed-N matches, e.g. 'reuse-16/*' or '*/grpo/seed-0'. May be given more
     than once."""
-    retry: bool = False
-    """Set damaged runs aside and start them again."""
     dry_run: bool = False
     """Check the grid and print what would be done."""
     list: bool = False
@@ -71,7 +69,7 @@ def run(arguments: Arguments) -> int:
         return 0
     if arguments.grid is None:
         raise ConfigError("no grid given. Try `bapo compare quick`; `bapo compare --list` shows all of them.")
-    chosen = {name: getattr(arguments, name) for name in ("steps", "parallel", "only", "retry", "dry_run")}
+    chosen = {name: getattr(arguments, name) for name in ("steps", "parallel", "only", "dry_run")}
     return compare(arguments.grid, **chosen)
 
 
@@ -81,7 +79,6 @@ def compare(
     steps: int | None = None,
     parallel: int | None = None,
     only: Sequence[str] = (),
-    retry: bool = False,
     dry_run: bool = False,
     stream: TextIO | None = None,
 ) -> int:
@@ -118,7 +115,6 @@ def compare(
                 lock=lock,
                 parallel=parallel,
                 threads=threads_for(cells, parallel),
-                retry=retry,
                 progress=progress,
             )
     results = collect(grid)
@@ -127,7 +123,10 @@ def compare(
     bad = [job for job in jobs if job.state is not State.FINISHED]
     _say(stream, *(f"{job.cell.name}: {job.describe()}" for job in bad))
     if any(job.state is State.DAMAGED for job in bad):
-        _say(stream, "damaged runs are left alone; repair them as described above, or start them again with --retry")
+        _say(
+            stream,
+            "damaged runs are left alone; repair them as described above, or remove their directories to start again",
+        )
     _say(stream, f"results   {grid.out / 'results.json'}", f"next      bapo report {grid.out}")
     if stopped:
         again = f"bapo compare {path}" + ("" if steps is None else f" --steps {steps}")
@@ -221,7 +220,7 @@ def _difference_lines(rows: Rows, k: int | str) -> list[str]:
 
 
 def _means(seeds: int) -> str:
-    """What the numbers of a table are, whose rows have at most so many seeds."""
+    """What the numbers of a table are, if its rows have at most so many seeds."""
     if seeds >= FEWEST_SEEDS:
         return f"mean over seeds ± half width of its 95% interval, from {FEWEST_SEEDS} seeds on"
     return f"mean over seeds; an interval needs {FEWEST_SEEDS}"

@@ -38,7 +38,8 @@ from bapo.config.words import flat, merged
 
 KEYS = ("name", "out", "seeds", "base", "objective", "setting")
 MOST_SEEDS = 10_000
-_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{,79}")
+LONGEST_LABEL = 80
+_LABEL = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._+-]{{,{LONGEST_LABEL - 1}}}")
 
 
 @dataclass(frozen=True)
@@ -159,38 +160,30 @@ def _text(value: Any) -> bool:
 
 
 def _seeds(value: Any, wrong: list[str]) -> tuple[int, ...]:
-    if isinstance(value, int) and value > MOST_SEEDS:
-        wrong.append(f"seeds = {value}: a grid can have at most {MOST_SEEDS:,} seeds. Give fewer.")
+    seeds = list(range(min(value, MOST_SEEDS + 1))) if type(value) is int else value
+    known = isinstance(seeds, list) and all(type(seed) is int and seed >= 0 for seed in seeds)
+    if not known or not 0 < len(seeds) <= MOST_SEEDS or len(set(seeds)) < len(seeds):
+        most = f"{MOST_SEEDS:,} at most"
+        wrong.append(f"seeds = {value!r}: give a count such as 3, or a list of different whole numbers from 0, {most}.")
         return ()
-    given = range(value) if isinstance(value, int) and not isinstance(value, bool) else value
-    seeds = tuple(given) if isinstance(given, range | list) else ()
-    if not seeds or not all(type(seed) is int and seed >= 0 for seed in seeds) or len(set(seeds)) < len(seeds):
-        wrong.append(f"seeds = {value!r}: give a count such as 3, or a list of different whole numbers from 0.")
-    return seeds
+    return tuple(seeds)
 
 
 def _entries(value: Any, kind: str, wrong: list[str]) -> dict[str, dict[str, Any]]:
     """The [[objective]] or [[setting]] entries: label -> keys."""
-    if isinstance(value, dict):
-        wrong.append(
-            f"[{kind}] is a single table, but a grid needs a list: write [[{kind}]], with two brackets, and a label."
-        )
-        return {}
     if not isinstance(value, list) or not value or not all(isinstance(entry, dict) for entry in value):
-        wrong.append(f"[[{kind}]]: give at least one, each with a label and the keys in which it differs.")
+        needs = f"a grid needs a list of them: write [[{kind}]], with two brackets, a label and the keys that make it"
+        wrong.append(f"[[{kind}]]: give at least one; {needs}.")
         return {}
     found: dict[str, dict[str, Any]] = {}
     for number, entry in enumerate(value, start=1):
         label, place = entry.get("label"), f"[[{kind}]] {number}"
-        if not isinstance(label, str) or not _LABEL.fullmatch(label):
-            found_as = "there is no label" if label is None else f"label = {label!r} cannot name a directory"
-            wrong.append(f"{place}: {found_as}. Give a label of letters, digits and . _ + -, at most 80.")
-            label = place
-        elif label in found:
-            wrong.append(f"{place}: label = {label!r} is already used. Give every {kind} its own.")
+        if not isinstance(label, str) or not _LABEL.fullmatch(label) or label in found:
+            own = f"give a label of its own, of letters, digits and . _ + -, at most {LONGEST_LABEL} of them"
+            wrong.append(f"{place}: label = {label!r} cannot name a directory beside the others: {own}.")
             label = place
         found[label] = {key: value for key, value in entry.items() if key != "label"}  # checked, whatever its label
-        wrong += [f"[[{kind}]] {number}: {_owned(key)}" for key in ("seed", "out") if key in entry]
+        wrong += [f"{place}: {_owned(key)}" for key in ("seed", "out") if key in entry]
     return found
 
 

@@ -5,7 +5,7 @@ A job is examined first:
     nothing, or a run without a complete checkpoint      start
     stopped, with the configuration of the grid          resume, which finds out whether its files are whole
     finished, with the configuration of the grid         finished
-    files that contradict each other                     damaged: left alone, unless asked to retry
+    files that contradict each other                     damaged: left alone
     another configuration                                an error: somebody changed the grid after its runs were made
 
 Threads, and a device or dtype that the grid leaves to `auto`, depend on the machine and do not count as differences.
@@ -129,13 +129,9 @@ def execute(
     lock: int,
     parallel: int,
     threads: int,
-    retry: bool,
     progress: GridView,
 ) -> bool:
-    """Run every waiting job to its end, with `retry` damaged ones, too. Returns whether the user stopped it."""
-    for job in jobs:
-        if job.state is State.DAMAGED and retry:
-            _begin_again(job, progress)
+    """Run every waiting job to its end. Returns whether the user stopped it."""
     with _asked_to_stop() as asked, _children() as running:
         told = 0
         while True:
@@ -149,7 +145,7 @@ def execute(
                 progress.note(_tell(running, told))
             for process in [process for process in running if process.handle.poll() is not None]:
                 running.remove(process)
-                _settle(process, retry=retry, stopping=bool(asked), progress=progress)
+                _settle(process, stopping=bool(asked))
                 _record(log, process)
                 progress.changed(process.job)
             for process in running:
@@ -192,7 +188,7 @@ def _start(job: Job, lock: int, threads: int) -> _Process | None:
     return _Process(job, handle, time.monotonic(), log_began)
 
 
-def _settle(process: _Process, *, retry: bool, stopping: bool, progress: GridView) -> None:
+def _settle(process: _Process, *, stopping: bool) -> None:
     """Set the state of a job whose process has ended: from its directory first, then from the exit code."""
     job, code = process.job, process.handle.returncode
     found = read_run(job.cell.path)
@@ -203,26 +199,8 @@ def _settle(process: _Process, *, retry: bool, stopping: bool, progress: GridVie
         job.state = State.STOPPED
     elif found.kind == "damaged" or (code == DAMAGED_CHECKPOINT and f"bapo: {OUT_OF_MEMORY}" not in _tail(process)):
         job.state, job.note = State.DAMAGED, found.message if found.kind == "damaged" else _tail(process)
-        if retry and job.action == "resume":
-            _begin_again(job, progress)
     else:
         job.state, job.note = State.FAILED, f"exit code {code}, {job.log}\n{_tail(process)}"
-
-
-def _begin_again(job: Job, progress: GridView) -> None:
-    """Set a damaged run aside and let its job wait to start from the beginning."""
-    path, number = job.cell.path, 1
-    while (place := path.with_name(f"{path.name}.damaged-{number}")).exists():  # `is_set_aside` knows these names
-        number += 1
-    try:
-        for above in (path.parent.parent, path.parent):
-            files.folder(above)
-        path.rename(place)
-    except OSError as error:
-        job.note += f" It could not be set aside: {error}."
-        return
-    progress.note(f"{job.cell.name}: {job.note} It was set aside as {place.name} and starts again.")
-    job.state, job.action, job.note, job.step, job.before = State.WAITING, "train", "", 0, 0
 
 
 def _tail(process: _Process) -> str:

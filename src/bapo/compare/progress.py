@@ -22,16 +22,11 @@ from rich.text import Text
 
 from bapo.compare.grid import Grid, Job, State
 from bapo.config.numerals import counted
-from bapo.runs.read import tail
 from bapo.screen.steady import SteadyLive
 from bapo.screen.terminal import can_redraw, duration, eta, make_console, printable, write_line
 
 LINE_SECONDS = 30.0
 """Time between two lines of plain progress. Changes of state are always printed."""
-READ_SECONDS = 1.0
-"""Time between two looks at the metrics of running runs."""
-SHOWN = {"entropy": "entropy", "share": "share", "grad_norm": "grad norm"}
-"""Metrics of a running run's newest update that are shown, with their labels."""
 STYLES = {
     State.WAITING: "dim",
     State.RUNNING: "bold cyan",
@@ -56,7 +51,6 @@ class GridView:
         self.jobs, self.stream, self.clock = jobs, stream, clock
         self.title = f"{grid.name}: {counted(len(jobs), 'run')}, {min(parallel, len(jobs))} at a time, in {grid.out}"
         self.began = self.told = clock()
-        self.numbers: dict[str, dict[str, float]] = {}
         self.console = make_console(stream)
         self.live = SteadyLive(self.console, self.frame) if can_redraw(stream) else None
 
@@ -78,18 +72,9 @@ class GridView:
 
     def look(self) -> None:
         """Called several times a second."""
-        if self.clock() - self.told < (LINE_SECONDS if self.live is None else READ_SECONDS):
-            return
-        self.told = self.clock()
-        running = self.of(State.RUNNING)
-        if self.live is None:
-            steps = [f"{job.cell.name} {job.step}/{job.cell.config.steps}" for job in running]
+        if self.live is None and self.clock() - self.told >= LINE_SECONDS:
+            steps = [f"{job.cell.name} {job.step}/{job.cell.config.steps}" for job in self.of(State.RUNNING)]
             self.note("  ".join([self.counts(), *steps, self.remaining()]))
-        for job in running:
-            line = tail(job.cell.path / "metrics.jsonl")
-            if line.get("kind") == "update":
-                found = {key: float(line[key]) for key in SHOWN if isinstance(line.get(key), int | float)}
-                self.numbers[job.cell.name] = found
 
     def note(self, text: str) -> None:
         """Tell the user something."""
@@ -128,17 +113,9 @@ class GridView:
         if len(shown) > room:
             shown = [*self.of(State.RUNNING), *self.of(State.FAILED, State.DAMAGED)][: max(1, room)]
         table = Table.grid(padding=(0, 2))
-        for heading in ("run", "state", "", *SHOWN.values()):
-            table.add_column(Text(heading, "dim"), justify="left", no_wrap=True)
         for job in shown:
-            steps = job.cell.config.steps
-            numbers = self.numbers.get(job.cell.name, {}) if job.state is State.RUNNING else {}
-            table.add_row(
-                Text(job.cell.name),
-                Text(str(job.state), STYLES[job.state]),
-                Text(f"{job.step}/{steps}" if job.step else "", "dim"),
-                *(Text(f"{numbers[key]:.3f}" if key in numbers else "") for key in SHOWN),
-            )
+            step = f"{job.step}/{job.cell.config.steps}" if job.step else ""
+            table.add_row(Text(job.cell.name), Text(str(job.state), STYLES[job.state]), Text(step, "dim"))
         bar = Table.grid(expand=True)
         bar.add_row(ProgressBar(total=1.0, completed=self.share_done()))
         elapsed = duration(self.clock() - self.began)

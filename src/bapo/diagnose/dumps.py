@@ -26,24 +26,24 @@ import numpy as np
 from bapo.config.errors import DumpError
 from bapo.diagnose.dump_files import Array, Column, Ragged, find_files, read_columns
 
-NAMES: dict[str, dict[str, str]] = {
-    "logprobs": {"logprobs": "bapo", "per_token_logps": "TRL", "log_prob": "verl", "log_probs": "verl"},
-    "behavior_logprobs": {"behavior_logprobs": "bapo", "sampling_per_token_logps": "TRL", "rollout_log_probs": "verl"},
-    "anchor": {"anchor": "bapo", "old_per_token_logps": "TRL", "old_log_probs": "verl", "old_log_prob": "verl"},
-    "advantages": {"advantages": "bapo, TRL, verl"},
-    "mask": {"mask": "bapo", "completion_mask": "TRL", "response_mask": "verl"},
-    "tool_mask": {"tool_mask": "TRL"},
-    "entropy": {"entropy": "bapo", "entropies": "TRL", "entropys": "verl"},
-    "versions": {"versions": "bapo"},
-    "version": {"version": "bapo"},
-    "staleness": {"staleness": "bapo"},
-    "uses": {"uses": "bapo"},
-    "log_kept": {"log_kept": "bapo"},
-    "sequence_ids": {"sequence_ids": "bapo"},
-    "rewards": {"rewards": "bapo, TRL", "token_level_rewards": "verl", "token_level_scores": "verl"},
-    "update": {"update": "bapo", "step": "bapo", "global_step": "TRL", "global_steps": "verl"},
+NAMES: dict[str, tuple[str, ...]] = {
+    "logprobs": ("logprobs", "per_token_logps", "log_prob", "log_probs"),
+    "behavior_logprobs": ("behavior_logprobs", "sampling_per_token_logps", "rollout_log_probs"),
+    "anchor": ("anchor", "old_per_token_logps", "old_log_probs", "old_log_prob"),
+    "advantages": ("advantages",),
+    "mask": ("mask", "completion_mask", "response_mask"),
+    "tool_mask": ("tool_mask",),
+    "entropy": ("entropy", "entropies", "entropys"),
+    "versions": ("versions",),
+    "version": ("version",),
+    "staleness": ("staleness",),
+    "uses": ("uses",),
+    "log_kept": ("log_kept",),
+    "sequence_ids": ("sequence_ids",),
+    "rewards": ("rewards", "token_level_rewards", "token_level_scores"),
+    "update": ("update", "step", "global_step", "global_steps"),
 }
-"""Role of an array -> the column names it goes by, in order of preference, and whose name each is."""
+"""Role of an array -> the column names it goes by: ours, TRL's and verl's, in order of preference."""
 COUNTS = ("staleness", "versions", "version", "uses", "update")
 """The roles of columns that count."""
 MOST_UPDATES = 10_000
@@ -99,13 +99,6 @@ class Dump:
     """Role -> the column that was read for it, e.g. {"mask": "response_mask"}."""
     notes: list[str] = field(default_factory=list)
     """What a reader of the results should know about how the dump was read."""
-
-    @property
-    def dialect(self) -> str:
-        """Whose names the columns have: TRL, verl or bapo."""
-        owners = [NAMES[role].get(column, "--map") for role, column in self.columns.items() if column not in ("", role)]
-        known = [name for name in ("TRL", "verl") if any(name in owner for owner in owners)]
-        return " and ".join(known) or "bapo"
 
 
 def read_dump(paths: Sequence[Path], mapping: Mapping[str, str] | None = None) -> Dump:

@@ -72,8 +72,8 @@ def read_as(diagnosis: Diagnosis) -> str:
     dump = diagnosis.dump
     named = [f"{role} = {column}" for role, column in dump.columns.items() if column != role]
     tokens = sum(len(update.logprobs) for update in dump.updates)
-    text = f"{counted(len(dump.updates), 'update')}, {tokens} tokens under the mask; names of {dump.dialect}"
-    return f"{text}: {', '.join(named)}" if named else text
+    text = f"{counted(len(dump.updates), 'update')}, {tokens} tokens under the mask"
+    return f"{text}; read as {', '.join(named)}" if named else text
 
 
 def shares(numbers: Numbers) -> Part:

@@ -33,6 +33,7 @@ from bapo.runs.files import write as write_whole
 FORMAT = "bapo eval 1"
 CHECKSUMS = "chunks.jsonl"
 FILES = ("config.json", "responses.jsonl", CHECKSUMS, "results.json", "report.html", "lock")
+RESTORE = "Restore it, or delete everything from that line on to sample it again."
 Chunk = tuple[str, Sequence[str]]  # name of a data set, and the ids of some of its problems
 
 _WHY = {
@@ -113,72 +114,47 @@ class Directory:
         return json.dumps({"bytes": self._size, "sha256": self._hash.hexdigest()}).encode() + b"\n"
 
     def complete(self, chunks: Sequence[Chunk]) -> list[Row]:
-        """The rows of the complete chunks from the first on. Everything after them is cut off."""
-        if not self.responses.exists():
-            (self.path / CHECKSUMS).unlink(missing_ok=True)
-            return []
-        lines = self._unchanged(read(self.responses)).splitlines(keepends=True)
-        rows = self._rows(lines)
-        expected = [(name, id) for name, ids in chunks for id in ids]
-        wrong = f" has {len(rows)} lines for {len(expected)} problems" if len(rows) > len(expected) else ""
-        for number, (row, (name, id)) in enumerate(zip(rows, expected, strict=False), start=1):
-            if not wrong and (row["data"], row["id"]) != (name, id):
-                found = f"{row['id']!r} of {row['data']}"
-                wrong = f", line {number}: expected problem {id!r} of {name}, found {found}"
-        if wrong:
-            again = "Somebody changed the file: restore it, or start again in another directory."
-            raise DamagedError(f"{self.responses}{wrong}. {again}")
-        kept, checksums = 0, b""
+        """The rows of the complete chunks from the first on, which must be as they were saved. The rest is cut off."""
+        lines = read(self.responses).splitlines(keepends=True) if self.responses.exists() else []
+        if lines and not _is_object(lines[-1]):  # a kill, or a power cut
+            lines.pop()
+        problems = sum(len(ids) for _, ids in chunks)
+        if len(lines) > problems:
+            raise DamagedError(f"{self.responses} has {len(lines)} lines for {problems} problems. {RESTORE}")
+        recorded = read(known).splitlines(keepends=True) if (known := self.path / CHECKSUMS).exists() else []
         self._size, self._hash = 0, hashlib.sha256()
-        for _, ids in chunks:
-            if kept + len(ids) > len(rows):
+        rows, checksums = list[Row](), list[bytes]()
+        for name, ids in chunks:
+            first, saved = len(rows) + 1, lines[len(rows) : len(rows) + len(ids)]
+            if len(saved) < len(ids):
                 break
-            checksums += self._checksum(b"".join(lines[kept : kept + len(ids)]))
-            kept += len(ids)
-        cut(self.responses, self._size)
-        self.write(CHECKSUMS, checksums.decode())
-        return rows[:kept]
-
-    def _unchanged(self, data: bytes) -> bytes:
-        """The saved responses, which must be as they were written. A chunk that was cut is left out.
-
-        What follows the last checksum was saved just before a kill.
-        """
-        start, found = 0, hashlib.sha256()
-        for end, digest in _recorded(self.path / CHECKSUMS):
-            if end > len(data):
-                return data[:start]
-            found.update(data[start:end])
-            if found.hexdigest() != digest:
-                line = data[:start].count(b"\n") + 1
+            checksums.append(self._checksum(b"".join(saved)))
+            if (before := recorded[len(checksums) - 1 : len(checksums)]) and before != checksums[-1:]:
                 raise DamagedError(
-                    f"{self.responses} was changed: the chunk that begins in line {line} is not as it was written, or "
-                    f"{CHECKSUMS} is not. Restore both files, or delete everything from that line on to sample it "
-                    "again."
+                    f"{self.responses} was changed: the chunk that begins in line {first} is not as it was written, or "
+                    f"{CHECKSUMS} is not. {RESTORE}"
                 )
-            start = end
-        return data
-
-    def _rows(self, lines: Sequence[bytes]) -> list[Row]:
-        """What the lines hold. A broken last line is left out."""
-        rows: list[Row] = []
-        for number, line in enumerate(lines, start=1):
-            try:
-                row = json.loads(line) if line.endswith(b"\n") else None
-                if row is not None:
-                    wrong = f"it has {len(_Row.model_validate(row).responses)} responses, and not {self.k}"
-                    if len(row["responses"]) == self.k:
-                        rows.append(row)
-                        continue
-            except ValidationError as error:
-                first = error.errors(include_url=False, include_input=False)[0]
-                wrong = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-            except (ValueError, RecursionError):
-                row, wrong = None, repr(line[:60])
-            if row is not None or number < len(lines):
-                again = "Restore the file, or delete everything from that line on to sample it again."
-                raise DamagedError(f"{self.responses}, line {number} is damaged: {wrong}. {again}")
+            rows += [self._row(first + at, line, name, ids[at]) for at, line in enumerate(saved)]
+        if self.responses.exists():
+            cut(self.responses, self._size)
+        self.write(CHECKSUMS, b"".join(checksums).decode())
         return rows
+
+    def _row(self, number: int, line: bytes, name: str, id: str) -> Row:
+        """What a line holds, which must be the responses to this problem."""
+        try:
+            row: Row = json.loads(line)
+            found = _Row.model_validate(row)
+            if (found.data, found.id) == (name, id) and len(found.responses) == self.k:
+                return row
+            wrong = f"it has {len(found.responses)} responses to problem {found.id!r} of {found.data}, and not {self.k}"
+            wrong += f" to {id!r} of {name}"
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            wrong = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        except (ValueError, RecursionError):
+            wrong = repr(line[:60])
+        raise DamagedError(f"{self.responses}, line {number} is damaged: {wrong}. {RESTORE}")
 
     def _claim(self, identity: dict[str, Any]) -> None:
         """Write config.json, or check that it says the same."""
@@ -207,13 +183,8 @@ class Directory:
         return None
 
 
-def _recorded(path: Path) -> list[tuple[int, str]]:
-    """Where chunks end, and the checksums up to there. A killed process may leave half a line."""
-    found = []
-    for line in read(path).splitlines() if path.exists() else ():
-        try:
-            entry = json.loads(line)
-            found.append((int(entry["bytes"]), str(entry["sha256"])))
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            continue
-    return found
+def _is_object(line: bytes) -> bool:
+    try:
+        return line.endswith(b"\n") and isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False

@@ -90,7 +90,7 @@ _FOLDERS, _PARTS = _Folders(), _Parts()
 
 @contextmanager
 def found_in(folder: str, module: str) -> Iterator[None]:
-    """Inside, a module of the user's is found in this folder, and what it imports, for good."""
+    """Inside the block, this module is looked for in this folder, and what it imports is from then on, too."""
     first = module.partition(".")[0]
     if _FOLDERS not in sys.meta_path:
         sys.meta_path[:] = [_PARTS, *sys.meta_path, _FOLDERS]

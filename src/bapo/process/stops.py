@@ -146,7 +146,7 @@ def asked() -> bool:
 
 
 def may_leave() -> bool:
-    """Whether a signal has asked this process to stop, and whoever listens would end what is under way."""
+    """Whether a signal has asked this process to stop while somebody listens, so that the work may be left."""
     return asked() and _now.phase is Phase.LISTEN
 
 

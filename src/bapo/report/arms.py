@@ -17,7 +17,7 @@ from typing import Any
 
 from bapo.config.words import flat
 from bapo.runs import files
-from bapo.runs.read import Defect, Run, find_runs, is_set_aside, read_run
+from bapo.runs.read import Defect, Run, find_runs, read_run
 from bapo.runs.statistics import mean
 from bapo.types import LOG_RATIO_EDGES, USE_EDGES
 
@@ -89,7 +89,7 @@ def find_arms(paths: Sequence[Path]) -> Found:
 
 def run_directories(paths: Sequence[Path]) -> list[Path]:
     """Every run directory at or below the paths, each once."""
-    found = [directory for path in paths for directory in _directories(path)]
+    found = [directory for path in paths for directory in find_runs(path) or [path]]
     return list({directory.resolve(): directory for directory in reversed(found)}.values())[::-1]
 
 
@@ -109,15 +109,6 @@ def _unusable(run: Run) -> str | None:
 def _length(row: Any) -> int | None:
     """The length of a list of numbers; None if it is something else."""
     return len(row) if isinstance(row, list) and all(isinstance(entry, int | float) for entry in row) else None
-
-
-def _directories(path: Path) -> list[Path]:
-    """Run directories, and directories that have a log but lost their config.json."""
-    found = find_runs(path)
-    if not path.is_dir() or found == [path]:
-        return found or [path]
-    lost = {file.parent for file in path.rglob("metrics.jsonl") if not is_set_aside(file.parent)} - set(found)
-    return sorted([*found, *lost]) or [path]
 
 
 def _once_per_seed(runs: Sequence[Run]) -> tuple[list[Run], list[Defect]]:

@@ -25,7 +25,7 @@ from bapo.runs.statistics import (
     measures,
     worst,
 )
-from bapo.screen.terminal import shortened
+from bapo.screen.terminal import duration, shortened
 
 Cell = dict[str, Any]
 Table = dict[str, Any]
@@ -176,7 +176,7 @@ def _seconds(arm: Arm, facts: Facts) -> Cell:
     counts = [counts for run in arm.runs if isinstance(counts := run.summary.get("restarts"), dict)]
     count = sum(value for found in counts for value in found.values() if isinstance(value, int))
     below = f"{count} restart{'s' * (count != 1)} of actors" if count else ""
-    return _mean_cell(facts, "seconds", _duration) | {"below": below}
+    return _mean_cell(facts, "seconds", duration) | {"below": below}
 
 
 CELLS: dict[str, Callable[[Arm, Facts], Cell]] = {
@@ -222,13 +222,6 @@ def _count(value: float) -> str:
     """A count in three significant digits: `12`, `3.4 k`, `1.25 M`."""
     limit, unit = next(((limit, unit) for limit, unit in UNITS if value >= limit), (1, ""))
     return f"{value / limit:.3g} {unit}" if unit else f"{value:.0f}"
-
-
-def _duration(seconds: float) -> str:
-    """A time in its natural unit: `90 s`, `12 min`, `3.4 h`."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 # What a cluster did

@@ -227,7 +227,7 @@ def shared(configs: Mapping[str, Sequence[Mapping[str, Any]]], key: str) -> Any:
 
 
 def scored_on(measured: Sequence[Measures], *, seeds: bool) -> list[str]:
-    """On how many held-out problems these runs or arms were scored, with a warning if that is little.
+    """On how many held-out problems these runs or arms were scored, with a warning if these are few.
 
     All seeds of a task have the same held-out problems. So an interval over seeds says what other seeds would give on
     these problems, and not how far these are from all problems of the kind. With few of them, the second is the larger

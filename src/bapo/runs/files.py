@@ -66,7 +66,7 @@ def made(path: Path) -> BinaryIO:
 
 
 def append(path: Path, lines: bytes) -> None:
-    """Append lines to a file. They are on the disk afterwards, and so is its name. Half a line before them is ended."""
+    """Append lines to a file, after ending half a line that a kill left. They, and its name, are then on the disk."""
     with appended(path) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
         torn = file.read(1) not in (b"", b"\n")  # by a kill
@@ -153,7 +153,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def object_in(data: bytes) -> dict[str, Any]:
-    """The JSON object in these bytes. ValueError, in words, if there is something else, or lists in lists in lists."""
+    """The JSON object in these bytes. ValueError, in words, if there is something else, or too deep."""
     if not data.strip(b"\0 \n"):
         raise ValueError("it is empty")
     try:

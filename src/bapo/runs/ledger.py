@@ -70,7 +70,7 @@ class Ledger:
 
     @property
     def written(self) -> bool:
-        """Whether every event was taken, to be written."""
+        """Whether no event is left to be written."""
         return not self._lines
 
 

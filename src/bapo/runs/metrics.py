@@ -190,7 +190,8 @@ METRICS: dict[str, str] = EVERY_LINE | ROLLOUT | BUFFER | UPDATE | SKIPPED | EVA
 
 
 def of_each_reward(keys: Iterable[str]) -> dict[str, str]:
-    """The keys of several rewards among these, each with its name: only names of functions, whoever wrote the log."""
+    """The keys of several rewards among these, each with its name. A stranger may have written the log, so only
+    names that a function can have count."""
     named = {key: key.removeprefix(EACH_REWARD) for key in keys if key.startswith(EACH_REWARD)}
     return {key: name for key, name in named.items() if name.replace(".", "").isidentifier()}
 

@@ -16,7 +16,6 @@ never raises and never repairs anything. Values are plain lists, dicts and float
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
@@ -95,7 +94,7 @@ class Defect:
 
 
 def logged(lines: Sequence[Mapping[str, Any]], key: str) -> list[float]:
-    """One number of each of these lines that has it."""
+    """The values of one metric in those lines that have it."""
     return [float(line[key]) for line in lines if isinstance(line.get(key), int | float)]
 
 
@@ -108,7 +107,7 @@ class _Damage(Exception):  # noqa: N818
 
 
 def _require(sound: bool, name: str, otherwise: str) -> None:
-    """What must hold of a file, and what is wrong with it otherwise."""
+    """Raise what is wrong with a file unless it is sound."""
     if not sound:
         raise _Damage(name, otherwise)
 
@@ -154,19 +153,14 @@ def read_run(path: str | Path, *, finished: bool = True) -> Run | Defect:
 
 
 def find_runs(root: str | Path) -> list[Path]:
-    """Every run directory at or below a directory, sorted. Evaluations and runs that a retry set aside are left out."""
-    root = Path(root)
-    if (root / "config.json").is_file():
+    """Every run directory at or below a directory, sorted, also those that lost a file. Evaluations are left out."""
+    root, names = Path(root), ("config.json", "metrics.jsonl")
+    if any((root / name).is_file() for name in names):
         return [root]
-    found = (file.parent for file in root.rglob("config.json"))
+    found = {file.parent for name in names for file in root.rglob(name)}
     # Trained models have a config.json, too, and checkpoints have a copy of it.
-    found = (path for path in found if path.name != "model" and path.parent.name != "checkpoints")
-    return sorted(path for path in found if not is_set_aside(path) and not is_evaluation(path))
-
-
-def is_set_aside(path: Path) -> bool:
-    """Whether `bapo compare --retry` replaced this run by a new one. It is kept as NAME.damaged-N and not read."""
-    return re.search(r"\.damaged-\d+$", path.name) is not None
+    found = {path for path in found if path.name != "model" and path.parent.name != "checkpoints"}
+    return sorted(path for path in found if not is_evaluation(path))
 
 
 def is_evaluation(path: Path) -> bool:
@@ -285,7 +279,7 @@ def _check_lines(run: Run, lines: int) -> None:
 
 
 def _steps(run: Run) -> dict[str, list[Any]]:
-    """The steps in those lines of each file of which there is one per step."""
+    """For each log, the steps of those lines that come once per step."""
     lines = sorted([*run.updates, *run.skipped], key=lambda line: line["step"]) if run.sft else run.rollouts
     logs = {"metrics.jsonl": lines, "timing.jsonl": run.timing}
     return {name: [line.get("step") for line in listed] for name, listed in logs.items()}

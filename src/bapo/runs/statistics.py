@@ -131,7 +131,7 @@ def aggregate(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def interval(measure: str, middle: float, half: float) -> tuple[float, float]:
-    """The ends of a measure's interval. One of a proportion ends at 0 and 1, where all that it can hold ends."""
+    """The ends of a measure's interval. That of a proportion ends at 0 and at 1: nothing lies beyond."""
     low, high = middle - half, middle + half
     return (max(low, 0.0), min(high, 1.0)) if measure.startswith(PROPORTIONS) else (low, high)
 

@@ -318,7 +318,7 @@ def _place(out: str) -> Path:
 
 
 def why_not_out(out: str) -> str | None:
-    """Why no run directory can be made there; None if one can. A file is tried, which leaves nothing behind."""
+    """Why no run directory can be made there; None if one can. It tries with a temporary file."""
     path = _place(out)
     if os.path.exists(path) and "{time}" not in out and not unused(path):
         return str(_exists(out, path))

@@ -160,7 +160,7 @@ def test_says_what_is_wrong_with_the_uses(client):
     with pytest.raises(ValueError, match=r"data\[0\].loss_fn_inputs has no 'uses', which brake and used_low need"):
         client.step(data, loss)
     counted = with_uses(data, [0, 1, 0, -1, 0])
-    with pytest.raises(ValueError, match=r"data\[3\].loss_fn_inputs\['uses'\] holds \[-1"):
+    with pytest.raises(ValueError, match="uses holds -1, but a token cannot have been trained on less than 0 times"):
         client.step(counted, loss)
     with pytest.raises(ValueError, match="uses= is given, but nothing asks for it"):
         client.step(with_uses(data, [1, 1, 1, 1, 1]), bapo_loss())
@@ -185,5 +185,5 @@ def test_says_which_datum_has_too_many_values_even_if_the_total_is_right(client)
 def test_a_mask_is_not_a_weight(client):
     data = sampled(client)
     data[4].loss_fn_inputs["mask"] = types.TensorData.from_torch(torch.full((LENGTHS[4],), 0.5))
-    with pytest.raises(ValueError, match=r"data\[4\].loss_fn_inputs\['mask'\] holds 0\.5"):
+    with pytest.raises(ValueError, match="mask holds values other than 0 and 1"):
         client.step(data, bapo_loss())

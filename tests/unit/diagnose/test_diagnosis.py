@@ -412,7 +412,7 @@ def test_command(tmp_path):
     done = bapo("diagnose", tmp_path / "dump", "--html", tmp_path / "a.html", "--json", tmp_path / "a.json")
     assert (done.returncode, done.stderr) == (0, "")
     printed = " ".join(done.stdout.split())
-    assert "names of verl: logprobs = log_prob, behavior_logprobs = rollout_log_probs" in printed
+    assert "read as logprobs = log_prob, behavior_logprobs = rollout_log_probs" in printed
     assert "update = global_steps" in printed
     assert "without an `update` number" not in done.stdout
     assert "What this dump cannot tell" not in done.stdout + (tmp_path / "a.html").read_text()

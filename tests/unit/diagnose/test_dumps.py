@@ -54,7 +54,7 @@ def test_padded_arrays_become_the_tokens_under_the_mask(tmp_path, suffix):
     dump = read(tmp_path / f"a{suffix}", COLUMNS)
     (update,) = dump.updates
     check_tokens(update)
-    assert (update.name, update.sequences, dump.dialect) == (f"a{suffix}", 2, "bapo")
+    assert (update.name, update.sequences) == (f"a{suffix}", 2)
     assert update.entropy is update.staleness is update.rewards is update.anchor is None
 
 
@@ -120,11 +120,10 @@ TRL = {"logprobs": "per_token_logps", "behavior_logprobs": "old_per_token_logps"
 VERL = {"logprobs": "log_prob", "behavior_logprobs": "old_log_probs", "mask": "response_mask"}
 
 
-@pytest.mark.parametrize(("names", "dialect"), [(TRL, "TRL"), (VERL, "verl")])
-def test_dialects(tmp_path, names, dialect):
+@pytest.mark.parametrize("names", [TRL, VERL])
+def test_names_of_trl_and_verl(tmp_path, names):
     dump = read(tmp_path / "a.npz", {names.get(name, name): values for name, values in COLUMNS.items()})
     check_tokens(dump.updates[0])
-    assert dump.dialect == dialect
     assert dump.columns["behavior_logprobs"] == names["behavior_logprobs"]
 
 

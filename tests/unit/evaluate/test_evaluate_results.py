@@ -275,8 +275,9 @@ ROWS = [row(id, response(1.0), data=data) for id, data in zip("abcab", "dddee", 
 @pytest.mark.parametrize("rest", [b"", b'{"data": "d", "id', b"\0\0\0\n"])
 def test_only_whole_chunks_are_kept(tmp_path, kept, complete, rest):
     with opened(tmp_path, {"k": 1}) as directory:
-        directory.append(ROWS[:kept])
-        whole = directory.responses.read_bytes()
+        for rows in (ROWS[:2], ROWS[2:3], ROWS[3:]):
+            directory.append(rows)
+        whole = b"".join(directory.responses.read_bytes().splitlines(keepends=True)[:kept])
         directory.responses.write_bytes(whole + rest)
         assert directory.complete(CHUNKS) == ROWS[:complete]
         assert directory.complete(CHUNKS) == ROWS[:complete]
@@ -285,10 +286,10 @@ def test_only_whole_chunks_are_kept(tmp_path, kept, complete, rest):
 
 def test_lines_that_are_not_ours_are_an_error(tmp_path):
     with opened(tmp_path, {"k": 1}) as directory:
-        directory.append([ROWS[1]])
-        with pytest.raises(DamagedError, match="line 1: expected problem 'a' of d, found 'b' of d"):
+        directory.append(ROWS[1::-1])
+        with pytest.raises(DamagedError, match="1 responses to problem 'b' of d, and not 1 to 'a' of d"):
             directory.complete(CHUNKS)
-        directory.responses.write_bytes(b"\n[]\n" + json.dumps(ROWS[0]).encode() + b"\n")
+        directory.responses.write_bytes(b"[]\n" + json.dumps(ROWS[0]).encode() + b"\n")
         with pytest.raises(DamagedError, match="the chunk that begins in line 1 is not as it was written"):
             directory.complete(CHUNKS)
         (tmp_path / "chunks.jsonl").unlink()  # as an earlier version left it

@@ -574,20 +574,6 @@ def test_figures_that_say_how_a_rule_works_are_folded(report):
     assert list(folded.values()) == sorted(folded.values())  # the folded ones come last
 
 
-def test_a_label_may_look_like_a_run_that_was_set_aside(compared, tmp_path):
-    out = tmp_path / "x.damaged-1"
-    shutil.copytree(compared / "reuse-2/bapo", out / "reuse.damaged-2/bapo.damaged-3")
-    shutil.copytree(compared / "reuse-2/bapo/seed-0", out / "reuse.damaged-2/bapo.damaged-3/seed-0.damaged-1")
-    (out / "grid.json").write_text('{"name": "odd"}')
-    (out / "reuse.damaged-2/lost").mkdir()
-    (out / "reuse.damaged-2/lost/metrics.jsonl").write_text("")
-    found = find_arms([tmp_path])
-    assert [(arm.setting, arm.objective, len(arm.runs)) for arm in found.arms] == [
-        ("reuse.damaged-2", "bapo.damaged-3", 2)
-    ]
-    assert [defect.path.name for defect in found.defects] == ["lost"]
-
-
 def test_an_unfinished_run_is_shown_as_far_as_it_got(compared, tmp_path):
     shutil.copytree(compared / "reuse-4/bapo/seed-0", tmp_path / "run")
     (tmp_path / "run/summary.json").unlink()
