@@ -46,7 +46,7 @@ def near(found, expected):
     return abs(float(found) - expected) <= 2 * ULP
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     count=st.integers(1, 60),

@@ -28,7 +28,7 @@ USED_LOWS = [1.0, 0.95, 0.7, 0.0]
 
 
 @pytest.mark.parametrize(("measure", "weight", "order"), COMBINATIONS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     batch=st.lists(token, min_size=1, max_size=40).filter(lambda batch: any(t[2] for t in batch)),
     ranges=st.sampled_from(RANGES),
