@@ -281,7 +281,7 @@ def _message(message: object, place: str, column: str) -> Message:
     if not isinstance(role, str) or not isinstance(content, str):
         raise ValueError(
             f"{place}: column {column!r} holds {_shown(message)}, which is not a message. "
-            'Write messages as {"role": "user", "content": "text"}; only text and tool_calls can be read.'
+            'Write messages as {"role": "user", "content": "text"}; only text can be read, and calls of tools.'
         )
     check_text(content, place, column)
     more = ("name", "tool_call_id", "tool_calls") if _calls(known) else ()
