@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
     from torch import Tensor
 
-Message = dict[str, str]
-"""One turn of a chat: role and content."""
+Message = dict[str, Any]
+"""One turn of a chat: role and content, and the calls of tools or the tool's name if it has them."""
 
 Truncated = Literal["keep", "mask", "drop"]
 """What an update does with responses that the length limit cut off: learn.truncated."""

@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
+from statistics import fmean
 from typing import Any
 
 from bapo.environments.episode import Answer, Environments, Script
@@ -46,8 +48,8 @@ class _Episode:
     trajectory: Trajectory
     given: int = 0
     """How many answers the environment that lives now has given."""
-    asked: bool = False
-    """Whether a question to it is open."""
+    asked: float | None = None
+    """When a question to it was asked that is still open."""
     tries: int = 0
     """How often it failed."""
 
@@ -70,6 +72,8 @@ class Conversations:
         self.max_tokens, self.max_turns, self.max_context, self.retries = max_tokens, max_turns, max_context, retries
         self.causes: dict[int, str] = {}
         """Why groups were given up, by id."""
+        self._seconds: list[float] = []
+        """How long answers took since the last `take`."""
         self._episodes: dict[str, _Episode] = {}
         self._of: dict[int, _Episode] = {}
         """By id() of the response."""
@@ -100,11 +104,11 @@ class Conversations:
     @property
     def busy(self) -> bool:
         """Whether an answer will come."""
-        return any(one.asked and one.trajectory.status is Status.PARKED for one in self._episodes.values())
+        return any(one.asked is not None and one.trajectory.status is Status.PARKED for one in self._episodes.values())
 
     def waits(self, trajectory: Trajectory) -> bool:
         """Whether a response waits for its environment, so that no engine can continue it."""
-        return self._of[id(trajectory)].asked
+        return self._of[id(trajectory)].asked is not None
 
     def room(self, trajectory: Trajectory, more: int = 0, context: list[int] | None = None) -> int:
         """How many tokens a response may have, after so many more, and if it goes on from this context."""
@@ -125,10 +129,16 @@ class Conversations:
         """Take in what the environments have answered. Waits for the first answer at most this many seconds."""
         for key, answer in self.environments.collect(timeout):
             episode = self._episodes.get(key)
-            if episode is not None and episode.asked:
-                episode.asked = False
+            if episode is not None and episode.asked is not None:
+                self._seconds.append(time.monotonic() - episode.asked)
+                episode.asked = None
                 if episode.trajectory.status is Status.PARKED:  # and its group was not given up meanwhile
                     self._take(episode, answer)
+
+    def take(self) -> dict[str, float]:
+        """How long answers took since the last time. Forgets it."""
+        seconds, self._seconds = self._seconds, []
+        return {"tool_seconds": fmean(seconds), "tool_slowest": max(seconds)} if seconds else {}
 
     # One episode.
 
@@ -153,7 +163,7 @@ class Conversations:
             self.environments.act(key, self.script.turn(trajectory.tokens[begin:end]))
         else:
             self.environments.grade(key)
-        episode.asked = True
+        episode.asked = time.monotonic()
 
     def _take(self, episode: _Episode, answer: Answer) -> None:
         """Take in the answer to the open question."""

@@ -14,7 +14,6 @@ Models without a chat template, and text in general, get what is said as it stan
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -25,13 +24,13 @@ from bapo.environments.calls import FORMATS, Call, Malformed, format_of, of_mess
 from bapo.environments.episode import Said
 from bapo.models.policy import Policy, encoded
 from bapo.models.templates import reason_of, render
+from bapo.models.turns import EMPTY_REASONING
 from bapo.types import Message, Problem, refuse
 
 CUT = "\n[… cut after {} tokens]"
 """The mark at the end of an observation that was too long."""
 REASONING, ANSWER, TOOL = "a3f8e2b1", "c9d4f5c2", "d6e7a9f3"
 """Words that no template writes itself."""
-_EMPTY_REASONING = re.compile(r"<think>\s*</think>\s*")
 
 
 class PolicyScript:
@@ -152,7 +151,7 @@ class PolicyScript:
                 "template takes one."
             ) from error
         turn = before[: before.rfind(ANSWER) + len(ANSWER)]
-        kept = _EMPTY_REASONING.sub("", whole).startswith(_EMPTY_REASONING.sub("", turn))
+        kept = EMPTY_REASONING.sub("", whole).startswith(EMPTY_REASONING.sub("", turn))
         how = "removes the reasoning of" if REASONING in turn and REASONING not in whole else "changes"
         refuse(
             (

@@ -34,6 +34,8 @@ from bapo.core.advantages import ADVANTAGES, gdpo
 from bapo.core.reduction import balanced_weights
 from bapo.types import Group, Row, TokenBatch, Trajectory, Truncated
 
+Demonstrated = tuple[Sequence[int], Sequence[int]] | tuple[Sequence[int], Sequence[int], Sequence[bool]]
+"""Token ids of a prompt and of what follows it, and which of the latter to learn if not all."""
 Part = tuple[int, int]
 """Which part of the sequences to take, of how many."""
 ALL: Part = (0, 1)
@@ -86,7 +88,7 @@ def pack(
 
 
 def pack_demonstrations(
-    demonstrations: Iterable[tuple[Sequence[int], Sequence[int]]],  # token ids of prompt and response
+    demonstrations: Iterable[Demonstrated],
     *,
     micro_tokens: int,
     device: torch.device,
@@ -94,7 +96,7 @@ def pack_demonstrations(
     part: Part = ALL,
 ) -> list[TokenBatch]:
     """The same for responses that no policy sampled. All else about their tokens is zeros."""
-    unsampled = [_unsampled(prompt, response) for prompt, response in demonstrations]
+    unsampled = [_unsampled(*demonstration) for demonstration in demonstrations]
     return pack_alone(unsampled, micro_tokens=micro_tokens, device=device, padded=padded, part=part)
 
 
@@ -137,9 +139,10 @@ def _length(trajectory: Trajectory) -> int:
     return sum(map(len, trajectory.rows))
 
 
-def _unsampled(prompt: Sequence[int], response: Sequence[int]) -> Trajectory:
-    nothing, version = [0.0] * len(response), [0] * len(response)
-    return Trajectory(list(prompt), 0, list(response), nothing, nothing, version)
+def _unsampled(prompt: Sequence[int], response: Sequence[int], own: Sequence[bool] = ()) -> Trajectory:
+    count = sum(own) if own else len(response)
+    nothing, version = [0.0] * count, [0] * count
+    return Trajectory(list(prompt), 0, list(response), nothing, nothing, version, sampled=list(own))
 
 
 def _taken(responses: list[Weighed], part: Part) -> list[Weighed]:

@@ -2,14 +2,14 @@
 
     L = -(1 / N) sum_t log pi(y_t | x, y_<t),   N: response tokens of the whole update
 
-Prompts are context and are not learned. All micro-batches of an update share N, so the way it is cut changes nothing
-but rounding. The learner provides forward pass, log-probs, optimizer, schedule and version counter. There are no ratios
-and no bounds here, because no policy sampled these tokens.
+Prompts, and what was said between turns, are context and are not learned. All micro-batches of an update share N, so
+the way it is cut changes nothing but rounding. The learner provides forward pass, log-probs, optimizer, schedule and
+version counter. There are no ratios and no bounds here, because no policy sampled these tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -19,12 +19,9 @@ from torch import Tensor
 from bapo.learn.forward import deterministic
 from bapo.learn.health import NotFinite
 from bapo.learn.learner import Learner, Update
-from bapo.learn.packing import pack_demonstrations
+from bapo.learn.packing import Demonstrated, pack_demonstrations
 from bapo.learn.ranks import failing_together, summed, total
 from bapo.types import Metrics, TokenBatch
-
-Pair = tuple[Sequence[int], Sequence[int]]
-"""Token ids of a prompt and of the response to learn."""
 
 
 class Fit(NamedTuple):
@@ -46,10 +43,10 @@ def sft_loss(
     return -logprobs.sum() / denominator
 
 
-def sft_step(learner: Learner, pairs: Iterable[Pair]) -> Update:
+def sft_step(learner: Learner, demonstrations: Iterable[Demonstrated]) -> Update:
     """Take one optimizer step that raises the log-prob of these responses."""
     learner.optimizer.forget_gradients()  # left by a step that failed half-way
-    batches = learner.filled_up(_packed(learner, pairs))
+    batches = learner.filled_up(_packed(learner, demonstrations))
     tokens = total(sum(len(batch.targets) for batch in batches), learner.ranks, learner.device)
     losses, entropies = [], []
     with failing_together(learner.ranks):
@@ -76,9 +73,9 @@ def _metrics(
 
 
 @torch.no_grad()
-def measure_fit(learner: Learner, pairs: Iterable[Pair]) -> Fit:
+def measure_fit(learner: Learner, demonstrations: Iterable[Demonstrated]) -> Fit:
     """Measure how well the current weights predict these responses. Changes nothing."""
-    batches = learner.filled_up(_packed(learner, pairs))
+    batches = learner.filled_up(_packed(learner, demonstrations))
     found = torch.zeros(3, dtype=torch.float64, device=learner.device)  # -log p, right ones, tokens
     with failing_together(learner.ranks):
         for batch in batches:
@@ -91,9 +88,9 @@ def measure_fit(learner: Learner, pairs: Iterable[Pair]) -> Fit:
     return Fit(loss=loss / tokens, accuracy=right / tokens, tokens=int(tokens))
 
 
-def _packed(learner: Learner, pairs: Iterable[Pair]) -> list[TokenBatch]:
+def _packed(learner: Learner, demonstrations: Iterable[Demonstrated]) -> list[TokenBatch]:
     return pack_demonstrations(
-        pairs,
+        demonstrations,
         micro_tokens=learner.settings.micro_tokens,
         device=learner.device,
         padded=not learner.packed,

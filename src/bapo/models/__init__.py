@@ -3,6 +3,7 @@
     policy      a model with its tokenizer: text to tokens and back
     loading     from a name to a policy: transformers directories, hub ids, GGUF files, the embedded model
     templates   chat templates, rendered in a process of their own
+    turns       who wrote which part of a conversation
     layers      low-rank additions to layers (LoRA, by peft), and which layers our own kernels compute
     bits        weights as plain bytes, and their fingerprint
     export      writes a policy as a directory that transformers and vLLM can load

@@ -9,6 +9,7 @@ and so neither torch nor transformers.
 import atexit
 import json
 import re
+from collections.abc import Sequence
 from datetime import datetime
 from functools import cache
 from threading import Lock
@@ -36,8 +37,18 @@ _WORKER, _LOCK = Worker("bapo.models.templates:answer", MEMORY_MB), Lock()
 atexit.register(_WORKER.close)
 
 
-def render(tokenizer: Any, messages: Any, *, add_generation_prompt: bool = False, **options: Any) -> str:
-    """A chat as the tokenizer's template writes it: `apply_chat_template(…, tokenize=False)`."""
+def render(
+    tokenizer: Any,
+    messages: Any,
+    *,
+    add_generation_prompt: bool = False,
+    marks: Sequence[str] = ("", ""),
+    **options: Any,
+) -> str:
+    """A chat as the tokenizer's template writes it: `apply_chat_template(…, tokenize=False)`.
+
+    `marks`: texts to put before and after what the template marks as the assistant's.
+    """
     from transformers import PreTrainedTokenizerBase
 
     if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
@@ -48,13 +59,13 @@ def render(tokenizer: Any, messages: Any, *, add_generation_prompt: bool = False
         )
     values = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
     values |= {**tokenizer.special_tokens_map, **options}
-    return str(ask(tokenizer.get_chat_template(None, values["tools"]), values))
+    return str(ask(tokenizer.get_chat_template(None, values["tools"]), values, marks))
 
 
-def ask(template: str, values: dict[str, Any] | None = None) -> Any:
+def ask(template: str, values: dict[str, Any] | None = None, marks: Sequence[str] = ("", "")) -> Any:
     """What `answer` says in the other process. TemplateError if it is no template, refuses, or does not end."""
     with _LOCK:
-        reply = _WORKER.call(SECONDS, [template, values])
+        reply = _WORKER.call(SECONDS, [template, values, marks])
     if "result" not in reply:
         raise TemplateError(f"it does not end within {SECONDS:g} s, or needs more than 1 GiB of memory")
     found = reply["result"]
@@ -96,10 +107,11 @@ def reason_of(error: Exception) -> str:
     return reason if reason.endswith(".") else f"{reason.rstrip(':')}."
 
 
-def answer(template: str, values: dict[str, Any] | None) -> dict[str, Any]:
+def answer(template: str, values: dict[str, Any] | None, marks: Sequence[str]) -> dict[str, Any]:
     """The text that a template makes of values; without values, the names that it reads. Called in the worker."""
     try:
         compiled = _compiled(template)
+        Generation.before, Generation.after = marks
         if values is None:
             return {"answer": sorted(jinja2.meta.find_undeclared_variables(_environment().parse(template)))}
         text = compiled.render(**values)
@@ -141,9 +153,10 @@ def _environment() -> jinja2.Environment:
 
 
 class Generation(jinja2.ext.Extension):
-    """{% generation %}, with which templates mark what an assistant said. It changes nothing of the text."""
+    """{% generation %}, with which templates mark what an assistant said. It changes nothing else of the text."""
 
     tags = {"generation"}  # noqa: RUF012
+    before = after = ""
 
     def parse(self, parser: Parser) -> jinja2.nodes.Node:
         """The block as a call that returns what is in it."""
@@ -152,4 +165,4 @@ class Generation(jinja2.ext.Extension):
         return jinja2.nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
 
     def _said(self, caller: Any) -> str:
-        return str(caller())
+        return f"{self.before}{caller()}{self.after}"

@@ -20,6 +20,7 @@ from bapo.report.panels import (
     uses_tokens_again,
 )
 from bapo.runs.metrics import of_each_reward
+from bapo.runs.read import logged
 
 QUADRANTS = {
     "high_prob_high_adv": "likely,<br>high adv.<br><b>H ↓</b>",
@@ -95,14 +96,16 @@ def episodes(arms: Sequence[Arm]) -> Figure:
         "environment_failed": "Episodes whose environment failed",
         "grader_failed": "Episodes whose reward could not be computed",
     }
-    happened = [key for key in ended if any(x for a in arms for run in a.runs for x in run.series(f"endings/{key}"))]
+    runs = [run for arm in arms for run in arm.runs]
+    happened = [key for key in ended if any(any(logged(run.rollouts, f"endings/{key}")) for run in runs)]
     return figure(
         "episodes",
         ("Episodes", None),
-        "Turns of the policy, tokens that the environment said, and how episodes ended, in each step.",
+        "Turns of the policy, what the environment said and how long it took, and how episodes ended, in each step.",
         [
             curves(arms, "turns", "Turns per response", lines="rollouts"),
             curves(arms, "observed", "Tokens per response that the environment said", lines="rollouts"),
+            curves(arms, "tool_seconds", "Seconds until the environment answered a turn", lines="timing"),
             *(curves(arms, f"endings/{key}", ended[key], lines="rollouts") for key in happened),
         ],
     )

@@ -30,7 +30,7 @@ from bapo.types import LOG_RATIO_EDGES, USE_EDGES
 
 Panel = dict[str, Any]
 Figure = dict[str, Any]
-Lines = Literal["updates", "rollouts", "evals"]
+Lines = Literal["updates", "rollouts", "timing", "evals"]
 
 MAX_POINTS = 400
 """Points of the longest curve. A longer one is cut into equal stretches, and each is drawn as its mean."""
@@ -75,7 +75,8 @@ def curves(
     only: Iterable[int] | None = None,
 ) -> Panel:
     """One metric over training: the x of all runs of an arm, and each run's values and sampled responses there."""
-    axis = "step" if lines == "rollouts" else "version"
+    by_step = lines in ("rollouts", "timing")
+    axis = "step" if by_step else "version"
     chosen = sorted(range(len(arms)) if only is None else only)
     single = all(len(arms[index].runs) == 1 for index in chosen)
     series = []
@@ -90,14 +91,15 @@ def curves(
             series.append({"arm": index} | aligned)
             if lines == "evals":
                 series[-1] |= _apart(found, aligned) | (_over_problems(found[0], key, aligned) if single else {})
-    x = "step" if lines == "rollouts" else "update"
+    x = "step" if by_step else "update"
     bars = _bars(series, key) if lines == "evals" else {}
     return panel("curves", title, x, series, key=key, markers=lines == "evals", marks=list(marks), **bars)
 
 
 def _lines(run: Run, lines: Lines) -> list[dict[str, Any]]:
     if lines != "evals":
-        return run.updates if lines == "updates" else run.rollouts
+        logs: dict[str, list[dict[str, Any]]] = {"updates": run.updates, "rollouts": run.rollouts, "timing": run.timing}
+        return logs[lines]
     usual = None if run.sft else run.config["eval"]["temperature"]
     found = [line for line in run.evals if line.get("eval/temperature", usual) == usual]
     # Of several evaluations at one version, the last of those on the most problems stays.

@@ -183,6 +183,8 @@ TIMING = {
     "judge_requests": "Requests to the judge, those that failed included.",
     "judge_seconds": "Time of a request to the judge, on average.",
     "judge_slowest": "Time of the slowest of them.",
+    "tool_seconds": "Time until an environment answered a question (how it begins, a turn, its reward), on average.",
+    "tool_slowest": "Time until the slowest of these answers.",
     "sampling_share": "Share of the time in which a rollout actor sampled, mean over actors; only on a cluster.",
 }
 

@@ -46,6 +46,10 @@ SHOWN = {
     "truncated": ("cut", 3),
     "turns": ("turns", 1),
     "endings/answered": ("ended", 0),
+    "endings/turns": ("turn limit", 0),
+    "endings/context": ("token limit", 0),
+    "endings/environment_failed": ("env failed", 0),
+    "endings/grader_failed": ("grader failed", 0),
     "grad_norm": ("grad", 3),
     "tokens_per_second": ("tok/s", 0),
     "seconds": ("seconds", 2),
@@ -59,6 +63,8 @@ SHOWN = {
     "staleness_max": ("stalest", 0),
 }
 """Metrics and timings that are shown, in this order, with label and decimals. The log has the others."""
+IF_ANY = {"reward_failures", *(key for key in SHOWN if key.startswith("endings/") and key != "endings/answered")}
+"""Those that are shown only where they are not 0."""
 MEANINGS = {
     ("truncated",): "share of responses cut off at rollout.max_tokens",
     ("endings/answered",): "episodes that their environment ended",
@@ -144,8 +150,7 @@ class View:
         with self.lock:
             self.current = step
             self.now = {key: float(given[key]) for key in _labels(given)}
-            if not self.now.get("reward_failures"):
-                self.now.pop("reward_failures", None)
+            self.now = {key: value for key, value in self.now.items() if value or key not in IF_ANY}
             if "used_low" in self.now and self.now["used_low"] <= self.now.get("clip_low", 0.0):
                 del self.now["used_low"]
             for key, value in self.now.items():

@@ -26,8 +26,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
+from functools import partial, reduce
 from itertools import groupby
+from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -110,8 +111,8 @@ class Training(Job):
         record = self.loop.take_step(log.view)
         rollout = {"kind": "rollout", "step": record.step, "version": self.learner.version} | record.rollout
         log.metrics(rollout, *(_update_line(record.step, update) for update in record.updates))
-        judging = {} if self.judge is None else self.judge.take()
-        log.timing({"step": record.step} | record.timing | judging)
+        asked = [each.take() for each in (self.judge, self.parts.scheduler.conversations) if each is not None]
+        log.timing({"step": record.step} | reduce(or_, asked, record.timing))
         log.run.append(ledger.FILE, *self.parts.ledger.take())
         self._log_samples(record, log)
         self._look_at_failures(record, log)

@@ -47,6 +47,7 @@ from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.supervised import measure_fit, sft_step
 from bapo.models import Policy
 from bapo.models.policy import end_of_turn
+from bapo.models.turns import pieces
 from bapo.preflight.examine import Demonstrations, load_sft
 from bapo.screen.terminal import say
 from bapo.screen.view import summary_table
@@ -215,6 +216,8 @@ class Encoded(NamedTuple):
     prompt: list[int]
     response: list[int]
     """Includes the token that ends it."""
+    own: list[bool] = []  # noqa: RUF012
+    """Which of them the assistant wrote, in a conversation with tools. Empty: all."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +232,7 @@ class SftData:
     @cached_property
     def fingerprint(self) -> str:
         """One value for all demonstrations, in order. A resumed run must find the same value that it began with."""
-        lines = (json.dumps([encoded.prompt, encoded.response]) for encoded in (*self.train, *self.held_out))
+        lines = (json.dumps([part for part in encoded if part]) for encoded in (*self.train, *self.held_out))
         return sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -332,21 +335,38 @@ class Encoder:
 
     def __call__(self, demonstration: Demonstration) -> Encoded | None:
         """Encode one demonstration; None if it is longer than the limit."""
-        prompt = self.policy.encode(demonstration.prompt)
-        if not prompt:
+        found = (self._conversation if isinstance(demonstration.response, list) else self._answer)(demonstration)
+        if not found.prompt:
             raise ValueError(
                 f"the prompt {demonstration.prompt!r} has no tokens, so nothing predicts the first token of its "
                 "response. Put text around it with task.template, or remove it from the data."
             )
+        if self.limit is not None and len(found.prompt) + len(found.response) > self.limit:
+            self.too_long += 1
+            return None
+        return found
+
+    def _conversation(self, demonstration: Demonstration) -> Encoded:
+        """Every turn of the assistant in the response is learned, and nothing that a tool or a user said."""
+        prompt, response = demonstration.prompt, demonstration.response
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        parts = pieces(self.policy, [*asked, *response], demonstration.tools)
+        turns = [place for place, (_, assistant) in enumerate(parts) if assistant]
+        turns = turns[sum(message["role"] == "assistant" for message in asked) :]
+        encode = partial(self.policy.tokenizer.encode, add_special_tokens=False)
+        after = [(encode(text), place in turns) for place, (text, _) in enumerate(parts) if place >= turns[0]]
+        ids = [token for tokens, _ in after for token in tokens]
+        own = [learned for tokens, learned in after for _ in tokens]
+        return Encoded(encode("".join(text for text, _ in parts[: turns[0]])), ids, own)
+
+    def _answer(self, demonstration: Demonstration) -> Encoded:
+        prompt = self.policy.encode(demonstration.prompt, tools=demonstration.tools or None)
         response = list(self.policy.tokenizer.encode(demonstration.response, add_special_tokens=False))
         end = next((i + 1 for i, token in enumerate(response) if token in self.policy.stop_ids), None)
         if end is not None and not self.policy.decode(response[end:]).strip():
             response = response[:end]  # some data sets write the end token themselves, and a line break after it
         if not response or response[-1] not in self.policy.stop_ids:
             response.append(self.end_of_text if isinstance(demonstration.prompt, str) else self.end_of_chat)
-        if self.limit is not None and len(prompt) + len(response) > self.limit:
-            self.too_long += 1
-            return None
         return Encoded(prompt, response)
 
 

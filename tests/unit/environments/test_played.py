@@ -162,6 +162,21 @@ def test_the_game_to_start_from_is_played_and_learned_from(tmp_path, monkeypatch
         assert len(each["sampled"]) == len(each["tokens"])
         assert len(each["versions"]) == sum(each["sampled"])
 
+    (timing,) = map(json.loads, (tmp_path / "out" / "timing.jsonl").read_text().splitlines())
+    assert 0 < timing["tool_seconds"] <= timing["tool_slowest"] < timing["seconds"]
+    assert run(["report", "out", "--out", "report.html"]) == 0
+    page = (tmp_path / "report.html").read_text()
+    values = json.loads(re.search(r'<script type="application/json" id="values">(.*?)</script>', page, re.DOTALL)[1])
+    (figure,) = (each for each in values["figures"] if each["id"] == "episodes")
+    drawn = {panel["key"]: panel["series"][0]["runs"][0] for panel in figure["panels"]}
+    ended = {key: count for key, (count,) in drawn.items() if key.startswith("endings/")}
+    assert sum(ended.values()) == 8
+    assert {"turns", "observed", "tool_seconds"} < drawn.keys()
+    responses = [each for group in values["samples"][0]["shown"] for each in group["responses"]]
+    assert None in [writer for each in responses for writer, _ in each["pieces"]]  # what the environment said, apart
+    shown = capsys.readouterr().out
+    assert re.search(r"ended +\d+ ", shown) or "endings/answered" not in ended
+
     card = (tmp_path / "out" / "model" / "README.md").read_text()  # its command measures what the run measured
     (command,) = re.findall(r"bapo eval --model MODEL (.*)", card)
     again = ["eval", "--model", "out/model", *shlex.split(command), "--out", "again", "--chunk", "1"]

@@ -17,6 +17,7 @@ METRICS = {
     "clip_fraction_positive": 0.05, "clip_fraction_negative": 0.011, "staleness_mean": 1.5, "staleness_max": 4,
     "length": 47.25, "grad_norm": 0.7, "eval/avg": 0.388, "not/shown": 12345.0,
 }  # fmt: skip
+ENDED = [key for key in SHOWN if key.startswith("endings/")]
 TIMING = {"tokens_per_second": 5123.4, "seconds": 2.0, "sample_seconds": 0.777}
 VALUES = [
     "0.432", "0.490", "0.410", "0.80", "1.25", "0.050", "0.011", "1.5", "4", "47.2", "0.700", "0.388", "5123", "2.00",
@@ -250,7 +251,7 @@ def test_live_screen_shows_every_value_and_fits_24_lines_of_80():
     def tell(view):
         for step in range(1, 13):
             moved = {"reward": METRICS["reward"] - 0.01 * (12 - step), "used_low": 0.8 + step / 100}
-            moved |= {"truncated": 0.5, "reward_failures": 2, "turns": 5.6, "endings/answered": 17}
+            moved |= {"truncated": 0.5, "reward_failures": 2, "turns": 5.6} | dict.fromkeys(ENDED, 3)
             view.step(step, METRICS | moved, TIMING)
         view.sample("3,7,2=13:", "3+7+2=12;7+3*2=13." * 40, 1.0)
 
@@ -271,7 +272,7 @@ def test_live_screen_shows_every_value_and_fits_24_lines_of_80():
         assert value in text
     assert "12345" not in text
     assert "0.92" in text
-    taller = re.sub(r"[│\s]+", " ", "\n".join(screen(tell, height=30)))  # with room for what the labels mean
+    taller = re.sub(r"[│\s]+", " ", "\n".join(screen(tell, height=32)))  # with room for what the labels mean
     assert "share: positive part of the signal; low, high: bounds of the clip; used:" in taller
     assert "age of tokens, in updates" in taller
     assert "13. " in lines[-2]  # the end of the response, after the gap

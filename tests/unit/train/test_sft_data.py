@@ -1,8 +1,14 @@
 """Demonstrations in a model's tokens: what the chat template would write, what is held out, what is left out."""
 
+import json
+from dataclasses import replace
+from itertools import groupby
+
 import pytest
+import torch
 
 from bapo.config.sft import SftTaskConfig
+from bapo.learn.packing import pack_demonstrations
 from bapo.models import Policy, find_stop_ids
 from bapo.preflight.examine import load_sft
 from bapo.tasks.data.problems import Demonstration
@@ -16,6 +22,7 @@ from bapo.train.sft import (
     smallest,
     under_one_name,
 )
+from tests.environments import QWEN, SEARCH, chatting
 from tests.supervised import model, sums, write_rows
 from tests.tiny.tokenizers import characters
 
@@ -161,3 +168,99 @@ def test_every_demonstration_once_per_epoch_in_even_batches():
 def test_a_prompt_without_tokens_is_named():
     with pytest.raises(ValueError, match=r"the prompt '' has no tokens.*task\.template"):
         Encoder(policy(), None)(Demonstration("q-r", "", "y"))
+
+
+CALL = {"function": {"name": "search", "arguments": '{"q": "it"}'}}
+CALLED = [
+    {"role": "user", "content": "Find it."},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "name": "search", "content": "It is 4."},
+    {"role": "assistant", "content": "Four.", "tool_calls": None},
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "content": "Yes."},
+]
+PLAIN = QWEN.replace("THINKS", "false")
+MARKED = PLAIN.replace(
+    "{{ '<|im_start|>' + m.role + '\n' + said }}",
+    "{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}{{ said }}",
+).replace(
+    "{{ '<|im_end|>\n' }}{% endif %}{% endfor %}",
+    "{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}{{ said + '<|im_end|>\n' }}{% endif %}{% endif %}"
+    "{% endfor %}",
+)
+
+
+def with_tools(template, **options):
+    chatty = chatting(template, **options)
+    return replace(chatty, model=model(chatty.tokenizer, 1024))
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_in_a_conversation_with_tools_every_turn_of_the_assistant_is_learned(tmp_path, template):
+    chatty = with_tools(template)
+    rows = [
+        {"messages": CALLED, "tools": json.dumps([SEARCH])},
+        {"prompt": CALLED[:1], "completion": CALLED[1:4], "tools": [SEARCH]},
+        {"prompt": CALLED[:3], "completion": [*CALLED[3:5], CALLED[1]]},
+        {"prompt": CALLED[:5], "completion": CALLED[5:]},
+    ]
+    config = SftTaskConfig(train=(str(write_rows(tmp_path / "rows.jsonl", rows)),), holdout=0)
+    whole, first, last, plain = encode_demonstrations(load_sft(config), config, chatty).train
+    decode = chatty.decode
+    told = f"<|im_start|>system\n<tool_call>{json.dumps(SEARCH)}<|im_end|>\n"
+    asked = "<|im_start|>user\nFind it.<|im_end|>\n<|im_start|>assistant\n"
+    said = "<tool_call>search</tool_call><|im_end|>", "Four.<|im_end|>", "Yes.<|im_end|>"
+    answered = "\n<|im_start|>user\n<tool_response>\nIt is 4.\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    again = "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+
+    def parts(one):
+        runs = groupby(zip(one.own, one.response, strict=True), key=lambda pair: pair[0])
+        return [(own, decode([token for _, token in pairs])) for own, pairs in runs]
+
+    assert decode(whole.prompt) == decode(first.prompt) == told + asked
+    assert parts(whole) == [(True, said[0]), (False, answered), (True, said[1]), (False, again), (True, said[2])]
+    assert parts(first) == [(True, said[0]), (False, answered), (True, said[1])]
+    assert decode(last.prompt) == asked + said[0] + answered  # the turns of the prompt are not learned
+    assert parts(last) == [(True, said[1]), (False, again), (True, said[0])]
+    assert decode(plain.prompt) == decode(last.prompt) + said[1] + again
+    assert (decode(plain.response), plain.own) == (said[2], [])
+
+    (batch,) = pack_demonstrations([whole, plain], micro_tokens=10_000, device=torch.device("cpu"))
+    assert decode(batch.targets.tolist()) == "".join(said) + said[2]
+
+
+def test_a_conversation_with_tools_that_a_template_writes_in_another_way_is_refused(tmp_path):
+    rows = [{"messages": [*CALLED[:3], {"role": "assistant", "content": "<think>hm</think>\n\nFour."}, *CALLED[4:]]}]
+    config = SftTaskConfig(train=(str(write_rows(tmp_path / "rows.jsonl", rows)),), holdout=0)
+    forgets = QWEN.replace("THINKS", "true")
+    demonstrations = load_sft(config)
+    with pytest.raises(ValueError, match="no chat template"):
+        encode_demonstrations(demonstrations, config, with_tools(None))
+    longer = PLAIN.replace("'\n' + said }}", "'\n' + said + (messages | length | string) }}")
+    with pytest.raises(ValueError, match="not prefix-preserving: it writes something else before a turn"):
+        encode_demonstrations(demonstrations, config, with_tools(longer))
+    no_end = PLAIN.replace("<|im_end|>", "")
+    with pytest.raises(ValueError, match="ends a turn with no token of its own"):
+        encode_demonstrations(demonstrations, config, with_tools(no_end))
+    no_tools = PLAIN.replace("m.role == 'tool'", "m.role == 'tool' and raise_exception('no tools here')")
+    with pytest.raises(ValueError, match="refuses a conversation with tools: no tools here"):
+        encode_demonstrations(demonstrations, config, with_tools(no_tools))
+    (found,) = encode_demonstrations(demonstrations, config, with_tools(forgets)).train
+    assert "hm" not in with_tools(forgets).decode(found.response)  # as it would be read later
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"messages": CALLED, "tools": "search"}, "column 'tools' holds 'search'"),
+        ({"messages": CALLED, "tools": [3]}, "column 'tools' holds"),
+        ({"messages": [CALLED[0], {"role": "assistant", "tool_calls": ["f"]}, CALLED[2]]}, "which is not a message"),
+        (
+            {"messages": [CALLED[0], {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
+            "which is not a message",
+        ),
+    ],
+)
+def test_tool_turns_that_cannot_be_read_are_named(tmp_path, row, why):
+    with pytest.raises(ValueError, match=why):
+        load_sft(SftTaskConfig(train=(str(write_rows(tmp_path / "rows.jsonl", [row])),)))

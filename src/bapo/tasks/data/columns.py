@@ -134,21 +134,44 @@ def answer_of(row: Row, column: str | None) -> Any:
     return answer
 
 
-def pair_of(row: Row, prompt_column: str | None, response_column: str | None) -> tuple[Prompt | None, str | None]:
+def pair_of(row: Row, prompt_column: str | None, response_column: str | None) -> tuple[Prompt | None, Prompt | None]:
     """The row's prompt and response; None for each that is empty.
 
-    The response of a chat is its last message, if the assistant wrote it. A response from `messages` answers the
-    messages before it, so those are its prompt, whatever the other columns say: some data sets repeat the first turn in
-    another column.
+    The response of a chat is its last message, if the assistant wrote it; with calls of tools, it is everything from
+    the assistant's first message on. A response from `messages` answers the messages before it, so those are its
+    prompt, whatever the other columns say: some data sets repeat the first turn in another column.
     """
     name, value = _first(row, RESPONSES, response_column, "response", "response_column")
     prompt = None
+    with_tools = isinstance(value, list) and any(isinstance(each, dict) and _calls(each) for each in value)
+    response = [_message(message, row.place, name) for message in value] if with_tools else value
     if prompt_column is None and name.lower() == "messages" and isinstance(value, list):
-        prompt = as_prompt(value, row.place, name)
-    return prompt or prompt_of(row, prompt_column), _as_response(value, row, name)
+        roles = [each["role"] for each in response] if with_tools else []
+        first = roles.index("assistant") if "assistant" in roles else len(roles)
+        prompt = as_prompt(response[:first] if with_tools else value, row.place, name)
+        response = response[first:]
+    return prompt or prompt_of(row, prompt_column), _as_response(response, row, name)
 
 
-def _as_response(value: Any, row: Row, name: str) -> str | None:
+def tools_of(row: Row) -> list[Any]:
+    """The tools that a row describes, as JSON schemas: a list, or one as JSON text, as TRL has them."""
+    given = row.values.get("tools") or []
+    try:
+        listed = json.loads(given) if isinstance(given, str) else given
+        tools = [json.loads(each) if isinstance(each, str) else each for each in listed]
+    except (TypeError, ValueError):
+        tools = [None]
+    if not all(isinstance(each, dict) for each in tools):
+        raise ValueError(
+            f"{row.place}: column 'tools' holds {_shown(given)}. Write the tools as a list of JSON schemas, or rename "
+            "the column if it means something else."
+        )
+    return [_filled(each) for each in tools]
+
+
+def _as_response(value: Any, row: Row, name: str) -> Prompt | None:
+    if isinstance(value, list) and any(map(_calls, value)):
+        return value
     if isinstance(value, list):
         last = value[-1] if value else None
         value = last.get("content") if isinstance(last, dict) and last.get("role") == "assistant" else None
@@ -244,14 +267,37 @@ def look_up(values: dict[str, Any], column: str) -> Any:
 
 
 def _message(message: object, place: str, column: str) -> Message:
-    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+    """A message with what belongs to calls of tools. Their arguments may be JSON text, as OpenAI has them."""
+    known = _filled(message) if isinstance(message, dict) else {}
+    calls = known.get("tool_calls") or []
+    role, content = known.get("role"), known.get("content", "" if calls else None)
+    try:
+        for call in calls:
+            function = call["function"]
+            if isinstance(arguments := function.get("arguments"), str):
+                function["arguments"] = json.loads(arguments)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        content = None
     if not isinstance(role, str) or not isinstance(content, str):
         raise ValueError(
             f"{place}: column {column!r} holds {_shown(message)}, which is not a message. "
-            'Write messages as {"role": "user", "content": "text"}; only text can be read.'
+            'Write messages as {"role": "user", "content": "text"}; only text can be read, and calls of tools.'
         )
     check_text(content, place, column)
-    return {"role": role, "content": content}
+    more = ("name", "tool_call_id", "tool_calls") if _calls(known) else ()
+    return {"role": role, "content": content, **{key: known[key] for key in more if known.get(key)}}
+
+
+def _calls(message: Message) -> bool:
+    """Whether a message has to do with tools."""
+    return message.get("role") == "tool" or bool(message.get("tool_calls"))
+
+
+def _filled(value: Any) -> Any:
+    """The same without keys that have no value: tables give every row the keys of all rows."""
+    if isinstance(value, dict):
+        return {key: _filled(inner) for key, inner in value.items() if inner is not None}
+    return [_filled(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _shown(value: object) -> str:

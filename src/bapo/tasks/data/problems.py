@@ -21,7 +21,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, TypeVar
 
@@ -35,6 +35,7 @@ from bapo.tasks.data.columns import (
     pair_of,
     problem_of,
     prompt_of,
+    tools_of,
     without_marks,
 )
 from bapo.tasks.data.rows import Row
@@ -80,7 +81,10 @@ class Demonstration:
     id: str
     """Unique within its data set and stable between runs: the id of the question, and a hash of the response."""
     prompt: Prompt
-    response: str
+    response: Prompt
+    """Text, or what follows the prompt in a conversation with tools."""
+    tools: list[Any] = field(default_factory=list)
+    """The JSON schemas of the tools that the prompt describes."""
 
 
 def load_problems(
@@ -162,13 +166,16 @@ def load_demonstrations(
     """
     found: dict[str, Demonstration] = {}
     counts: Counter[str] = Counter()
-    for source, _, prompt, response in _read(
+    for source, row, prompt, response in _read(
         sources, template, counts, lambda row: pair_of(row, prompt_column, response_column)
     ):
-        text = without_marks(response) if box_answers else response
+        if box_answers and isinstance(response, str):
+            response = without_marks(response)
+        tools = tools_of(row)
+        text = response if isinstance(response, str) else json.dumps([response, tools])
         name = f"{question_id(prompt)}-{sha256(text.encode(errors='surrogatepass')).hexdigest()[:8]}"
         counts["duplicates"] += name in found
-        found.setdefault(name, Demonstration(name, fill(template or source.template, prompt), text))
+        found.setdefault(name, Demonstration(name, fill(template or source.template, prompt), response, tools))
     return _reported(sources, list(found.values()), counts, ("demonstration", "response"))
 
 
@@ -283,7 +290,9 @@ def question_id(prompt: Prompt) -> str:
     elif len(prompt) == 1 and prompt[0]["role"] == "user":
         text = _bare(prompt[0]["content"])
     else:
-        text = json.dumps([[message["role"], _bare(message["content"])] for message in prompt])
+        calls = [[message["tool_calls"]] if "tool_calls" in message else [] for message in prompt]
+        said = zip(prompt, calls, strict=True)
+        text = json.dumps([[message["role"], _bare(message["content"]), *called] for message, called in said])
     return sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
 
 
