@@ -82,7 +82,7 @@ def test_the_run_is_read_and_reported(learned, tmp_path):
     assert values["held_out_before"] > 2
     assert bapo("report", run, "--out", tmp_path / "one.html").returncode == 0
     page = embedded(tmp_path / "one.html")
-    assert page["title"] == "run: model on sums, supervised"
+    assert page["title"] == "run: model on sums"
     assert [figure["id"] for figure in page["figures"]] == ["sft"]
     train, held_out = page["figures"][0]["panels"][:2]
     assert (train["key"], held_out["key"]) == ("imitation/loss", "held_out/loss")
@@ -100,7 +100,7 @@ def test_a_report_of_both_kinds_of_runs(learned, tmp_path):
     assert [(arm.objective, arm.sft) for arm in found.arms] == [("bapo", False), ("sft", True)]
     assert found.defects == []
     page = embedded(here / "report.html")
-    assert page["title"] == "rl: demo on countdown, bapo, reuse 2, with supervised runs"  # not "bapo against sft"
+    assert page["title"] == "rl: demo on countdown, with supervised runs"  # not "bapo against sft"
     assert [row["arm"] for row in page["table"]["rows"]] == [0]
     assert [row["arm"] for row in page["sft"]["rows"]] == [1]
     arms = {series["arm"] for figure in page["figures"] for panel in figure["panels"] for series in panel["series"]

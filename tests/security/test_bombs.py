@@ -192,9 +192,9 @@ def test_templates_are_rendered_as_transformers_renders_them(template):
     values = {"add_generation_prompt": True, "bos_token": "<s>"}
     expected = render_jinja_template([CHAT], chat_template=template, **values)[0][0]
     asked = values | {"messages": CHAT, "tools": None, "documents": None}
-    assert templates.answer(template, asked) == {"answer": expected}
+    assert templates.answer(template, asked, ("", "")) == {"answer": expected}
     assert templates.ask(template, asked) == expected
-    assert templates.answer(template, None) == {"answer": templates.ask(template)}
+    assert templates.answer(template, None, ("", "")) == {"answer": templates.ask(template)}
 
 
 def test_a_template_refuses_as_in_transformers():

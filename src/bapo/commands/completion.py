@@ -102,6 +102,8 @@ def _fields(kind: Any) -> Iterator[tuple[str | None, Any]]:
         inner = get_args(annotation)[0] if marks else annotation
         if dataclasses.is_dataclass(inner):
             yield from _fields(inner)
+        elif isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from ((key.replace("_", "-"), kind) for key, kind in leaves(inner).items())
         elif made := [mark for mark in marks if getattr(mark, "constructor_factory", None)]:
             for parameter in inspect.signature(made[0].constructor_factory()).parameters:
                 yield parameter.replace("_", "-"), str

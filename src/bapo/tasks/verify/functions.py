@@ -313,7 +313,7 @@ class IsolatedReward(Pool):
                 if visit is not None:
                     visit.lost = True
                     if visit.shared:
-                        return [rest, *([call] for call in again)]
+                        return [part for part in (rest, *([call] for call in again)) if part]
                 if len(rest) > 1:  # nobody knows which one it was
                     half = len(rest) // 2
                     return [rest[:half], rest[half:], *([call] for call in again)]

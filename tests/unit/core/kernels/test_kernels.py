@@ -26,7 +26,12 @@ def test_a_machine_without_cuda_imports_no_kernel():
 
 METHOD = {"core/bounds.py", "core/logprobs.py", "core/loss.py"}
 """Each has the torch code beside its kernels, and asks `usable` which of the two to take."""
-LAYERS = {"learn/fused/layer.py", "learn/fused/linear.py", "rollout/cuda/decoder.py"}
+LAYERS = {
+    "learn/fused/layer.py",
+    "learn/fused/linear.py",
+    "rollout/cuda/decoder.py",
+    "rollout/cuda/kernels/eight_bits.py",
+}
 """Layers of sampler and learner, which run on CUDA only and share the kernels of norm and gate."""
 
 
