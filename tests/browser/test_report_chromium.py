@@ -489,7 +489,7 @@ def test_supervised_runs_have_a_table_and_figures_of_their_own(supervised, mixed
     paths = [supervised, COMPARED / "reuse-2"] if mixed else [supervised]
     write_report(paths, tmp_path / "report.html")
     page = opened((tmp_path / "report.html").as_uri())
-    title = "compared: demo on countdown, with supervised runs" if mixed else "run: model on sums, supervised"
+    title = "compared: demo on countdown, with supervised runs" if mixed else "run: model on sums"
     assert page.locator("h1").inner_text() == title
     facts = "4 runs, 2 objectives, 1 setting, 1 supervised run ·" if mixed else "1 supervised run ·"
     assert page.locator(".top p").inner_text().startswith(facts)

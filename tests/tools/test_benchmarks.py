@@ -31,7 +31,7 @@ def test_an_unknown_section_is_refused():
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
     path = tmp_path_factory.mktemp("gpu") / "numbers.json"
-    result = run("--tiny", "--json", path)
+    result = run("--tiny", "--generate-batches", "4", "--json", path)
     assert result.returncode == 0, result.stderr
     assert "ended early" not in result.stdout
     measured = json.loads(path.read_text())["records"]

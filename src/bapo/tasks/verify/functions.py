@@ -154,6 +154,8 @@ class FunctionReward:
         self._finalizer = weakref.finalize(self, self._runner.close)
         self._alone = threading.Lock()
         """Held by whoever calls the plain function, or drives the loop of the async one."""
+        self._making = threading.Lock()
+        """Held while the loop may be made: two callers at once would make two, and one of them would never run."""
         self._jobs: set[_Job] = set()
         self.passes: tuple[type[BaseException], ...] = (KeyboardInterrupt,)
         """What is not a failure of a response."""
@@ -174,7 +176,9 @@ class FunctionReward:
                     known(call, self._call(call))
             return
         job = _Job(dict(enumerate(calls)), known)
-        self._runner.get_loop().call_soon_threadsafe(self._begin, job)
+        with self._making:
+            loop = self._runner.get_loop()
+        loop.call_soon_threadsafe(self._begin, job)
         while not job.over.is_set():
             if self._alone.acquire(blocking=False):
                 try:
