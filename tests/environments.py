@@ -78,6 +78,7 @@ class Ruled:
     name: str = "ruled"
     keeps: bool = False
     """Whether it offers its state: the turns so far, of which it remembers nothing else."""
+    at_once: bool = False
     turns: dict[str, list[str]] = field(default_factory=dict)
     begun: Counter[str] = field(default_factory=Counter)
     waiting: list[list[object]] = field(default_factory=list)

@@ -25,6 +25,7 @@ class Calculator:
     """Answers at once, and remembers nothing."""
 
     name = CALCULATOR
+    at_once = True
     turn_ends = ("=",)
 
     def __init__(self) -> None:

@@ -50,6 +50,8 @@ class _Episode:
     """Whether a question to it is open."""
     tries: int = 0
     """How often it failed."""
+    cause: str = ""
+    """Why it was given up."""
 
 
 class Conversations:
@@ -68,8 +70,6 @@ class Conversations:
     ) -> None:
         self.environments, self.script, self.ends = environments, script, frozenset(ends)
         self.max_tokens, self.max_turns, self.max_context, self.retries = max_tokens, max_turns, max_context, retries
-        self.causes: dict[int, str] = {}
-        """Why groups were given up, by id."""
         self._episodes: dict[str, _Episode] = {}
         self._of: dict[int, _Episode] = {}
         """By id() of the response."""
@@ -87,24 +87,35 @@ class Conversations:
         """End the episodes of groups that are no longer in progress."""
         for group in groups:
             for trajectory in group.trajectories:
-                self._end(self._of.pop(id(trajectory)))
-            self.causes.pop(group.id, None)
+                episode = self._of.pop(id(trajectory))
+                self.environments.end(episode.key)
+                del self._episodes[episode.key]
 
     def restart(self, groups: Iterable[Group]) -> None:
         """Forget everything, and go on with these groups as they are."""
         for episode in self._episodes.values():
             self.environments.end(episode.key)
-        self._episodes, self._of, self.causes = {}, {}, {}
+        self._episodes, self._of = {}, {}
         self.admit(groups)
+
+    @property
+    def causes(self) -> dict[int, str]:
+        """Why groups were given up, by id: of the first response that was."""
+        return {one.group.id: one.cause for one in reversed(self._episodes.values()) if one.cause}
 
     @property
     def busy(self) -> bool:
         """Whether an answer will come."""
-        return any(one.asked and one.trajectory.status is Status.PARKED for one in self._episodes.values())
+        return any(self.waits(one.trajectory) for one in self._episodes.values())
+
+    @property
+    def at_once(self) -> bool:
+        """Whether nobody has to wait for answers."""
+        return self.environments.at_once
 
     def waits(self, trajectory: Trajectory) -> bool:
         """Whether a response waits for its environment, so that no engine can continue it."""
-        return self._of[id(trajectory)].asked
+        return trajectory.status is Status.PARKED and self._of[id(trajectory)].asked
 
     def room(self, trajectory: Trajectory, more: int = 0, context: list[int] | None = None) -> int:
         """How many tokens a response may have, after so many more, and if it goes on from this context."""
@@ -235,14 +246,9 @@ class Conversations:
         self._ask(episode)
 
     def _give_up(self, episode: _Episode, ending: str, cause: str) -> None:
-        episode.trajectory.ending = ending
-        self.causes.setdefault(episode.group.id, f"{ending}: {' '.join(cause.split())[:300]}")
-        for trajectory in episode.group.trajectories:
-            trajectory.status = Status.DROPPED
-
-    def _end(self, episode: _Episode) -> None:
-        self.environments.end(episode.key)
-        del self._episodes[episode.key]
+        """Give up this response. Its group follows when the scheduler hears of it."""
+        episode.trajectory.ending, episode.trajectory.status = ending, Status.DROPPED
+        episode.cause = f"{ending}: {' '.join(cause.split())[:300]}"
 
 
 def turns_of(trajectory: Trajectory) -> int:

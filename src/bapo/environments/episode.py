@@ -47,6 +47,10 @@ class Environments(Protocol):
     """The environments of all episodes of a run, wherever they live. No method waits but `collect`."""
 
     @property
+    def at_once(self) -> bool:
+        """Whether answers are there as soon as they are asked for."""
+
+    @property
     def turn_ends(self) -> tuple[str, ...]:
         """Texts that end a turn besides the model's stop tokens, such as "=": tokens that end with one end a turn."""
 

@@ -92,6 +92,7 @@ class _Heard:
 class Hosted(AbstractContextManager["Hosted"]):
     """All episodes of a run, each in a process of its own."""
 
+    at_once = False
     turn_ends: tuple[str, ...] = ()
 
     def __init__(

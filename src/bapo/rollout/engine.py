@@ -11,7 +11,8 @@ engine stamps its version on every token, so there is never a doubt about which 
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -109,18 +110,31 @@ class Engine(Protocol):
         """Whether segments contain the entropy of every distribution that was sampled from."""
 
     @property
-    def continuous(self) -> bool:
-        """Whether `submit` may be called while others are under way."""
+    def resting(self) -> bool | None:
+        """Whether it rests in the middle of `turns`, until more is submitted. None: it never rests."""
+
+    def takes(self, requests: Sequence[Request]) -> bool:
+        """Whether these may be submitted now. An engine may have no place for them beside those under way."""
 
     def load(self, weights: Iterable[tuple[str, "Tensor"]], *, version: int) -> None:
         """Sample with these weights from now on. Nothing may be under way: park and collect first."""
 
-    def submit(self, requests: Sequence[Request], sampling: Sampling, *, token_budget: int | None = None) -> None:
-        """Start work on these requests, first come first served. If others are under way, only a `continuous` engine
-        takes more.
+    def submit(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        *,
+        token_budget: int | None = None,
+        turns: bool = False,
+    ) -> None:
+        """Start work on these requests, first come first served, beside those under way if it `takes` them.
 
         After `token_budget` tokens, all unfinished responses are parked. If any request is invalid, this call raises
         and starts none of them.
+
+        `turns`: responses that stop may come back with what was said to them, until `park`. An engine may keep their
+        keys and values. It rests when half of what is under way has ended, so that what it samples together does not
+        depend on when they come back.
         """
 
     def collect(self, timeout: float | None = None) -> list[tuple[int, Segment]]:
@@ -157,28 +171,38 @@ TellSampled = Callable[[Sampled], None]
 
 
 def sampled(
-    engine: Engine, requests: Sequence[Request], sampling: Sampling, *, token_budget: int | None = None
+    engine: Engine, under_way: Collection[int], *, seconds: float | None = None
 ) -> Iterator[list[tuple[int, Segment]]]:
-    """Submit the requests and collect about once a second until each has had its last segment."""
-    engine.submit(requests, sampling, token_budget=token_budget)
-    under_way = {request.id for request in requests}
+    """Collect until nothing is under way, or the engine rests. The caller takes out of `under_way` what has ended.
+
+    An engine works for about so many seconds at a time; by default, `COLLECT_SECONDS`.
+    """
     heard = time.monotonic()
+    while under_way and not engine.resting:
+        collected = engine.collect(COLLECT_SECONDS if seconds is None else seconds)
+        if collected:
+            heard = time.monotonic()
+        elif time.monotonic() - heard > QUIET_SECONDS:
+            raise RuntimeError(
+                f"{type(engine).__name__} has sampled nothing for {QUIET_SECONDS:.0f} s while {len(under_way)} "
+                "requests are under way. Look at the engine's own log, then start it again."
+            )
+        yield collected
+
+
+@contextmanager
+def left_idle(engine: Engine) -> Iterator[None]:
+    """Inside, an engine works for us. Afterwards it works for nobody, even if somebody failed on the way."""
     try:
-        while under_way:
-            collected = engine.collect(COLLECT_SECONDS)
-            under_way -= {id for id, segment in collected if segment.status is not None}
-            if collected:
-                heard = time.monotonic()
-            elif time.monotonic() - heard > QUIET_SECONDS:
-                raise RuntimeError(
-                    f"{type(engine).__name__} has sampled nothing for {QUIET_SECONDS:.0f} s while {len(under_way)} "
-                    "requests are under way. Look at the engine's own log, then start it again."
-                )
-            yield collected
-    finally:
-        if under_way:  # somebody failed on the way: the engine must not go on working for nobody
+        yield
+    except BaseException:
+        with suppress(Exception):  # of an engine that died
             engine.park()
             engine.collect(0)
+        raise
+    if engine.resting:
+        engine.park()
+        engine.collect(0)
 
 
 def generate(
@@ -195,13 +219,17 @@ def generate(
     complete = tokens = 0
     if tell is not None:
         tell(Sampled(0, len(requests), 0))
-    for collected in sampled(engine, numbered, sampling, token_budget=token_budget):
-        for id, segment in collected:
-            parts[id].append(segment)
-            tokens += len(segment.tokens)
-            complete += segment.status in (Status.STOPPED, Status.TRUNCATED)
-        if tell is not None:
-            tell(Sampled(complete, len(requests), tokens))
+    under_way = set(range(len(requests)))
+    with left_idle(engine):
+        engine.submit(numbered, sampling, token_budget=token_budget)
+        for collected in sampled(engine, under_way):
+            for id, segment in collected:
+                parts[id].append(segment)
+                tokens += len(segment.tokens)
+                complete += segment.status in (Status.STOPPED, Status.TRUNCATED)
+                under_way -= {id} if segment.status is not None else set()
+            if tell is not None:
+                tell(Sampled(complete, len(requests), tokens))
     return [join(listed) for listed in parts]
 
 

@@ -35,11 +35,18 @@ A run is made of four verbs. A caller that does not wait for its engines can cal
     listen     take in what environments have answered, if there are any; those responses can be continued again
     take       return the groups that are finished and those given up; the next run begins
 
-A response that ended a turn gives its slot back, and its environment is asked while the engine samples others. `run`
-waits for all answers before it submits again. So what is sampled together does not depend on how long an environment
-takes. What it said has no version, and no number of tokens counts it.
+A response that ended a turn gives its slot back, and its environment is asked while the engine samples others. What it
+said has no version, and no number of tokens counts it. `run` goes in rounds, so that what is sampled together does not
+depend on how long an environment takes:
 
-Nothing here waits or runs in parallel: `run` returns when the engine has done its work.
+    a round ends       when half of the responses under way have ended, or a turn of theirs: then the engine rests
+    in the next round  their environments may answer
+    at its end         whoever has not answered yet is waited for, and all of them go on together
+
+An environment that answers at once needs no round for it. An engine that never rests gives other tokens each time
+anyway: it is given a response as soon as that is answered.
+
+`run` returns when the engine has done its work and all environments have answered.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -47,7 +54,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from bapo.environments.conversations import Conversations
-from bapo.rollout.engine import Engine, Request, Sampled, Sampling, Segment, TellSampled, sampled
+from bapo.rollout.engine import Engine, Request, Sampled, Sampling, Segment, TellSampled, left_idle, sampled
 from bapo.rollout.randomness import response_seed
 from bapo.types import (
     Group,
@@ -64,6 +71,8 @@ from bapo.types import (
 
 ANSWER_SECONDS = 1.0
 """How long a run waits for environments before it tells how far it is."""
+TURN_SECONDS = 0.05
+"""How long the engine samples before a run looks who has ended a turn, and who was answered."""
 
 
 @dataclass(frozen=True)
@@ -115,12 +124,10 @@ class _Run:
     """The totals when the run began."""
     begun: set[int]
     """Responses that had tokens when the run began, by id()."""
-    rested: bool = False
-    """Whether it has asked for the responses that are not due. Sampling them can make their groups due."""
-    forced: set[tuple[int, int, bool]] = field(default_factory=set)
-    """Turns asked for because their group is due, each with what `rested` was then. None comes twice."""
-    answered: dict[int, int] = field(default_factory=dict)
-    """How many answers each response had when it was last asked for, by id(), since it has rested."""
+    forced: set[tuple[int, int]] = field(default_factory=set)
+    """Turns asked for because their group is due. None comes twice."""
+    tried: set[tuple[int, int]] = field(default_factory=set)
+    """Turns asked for within the budget. None comes twice. Sampling them can make their groups due."""
     resumed: set[int] = field(default_factory=set)
     """Responses in `begun` that have been given tokens in this run."""
 
@@ -207,30 +214,66 @@ class Scheduler:
         with how far the run is.
         """
         self._run, self._under_way = None, {}  # of a run that failed
-        before = self._begin(engine.version).before.sampled_tokens
-        asked = len(self._unfinished())
+        before, asked = self._begin(engine.version).before.sampled_tokens, len(self._unfinished())
 
         def report() -> None:
             if tell is not None:
                 tell(Sampled(asked - len(self._unfinished()), asked, self._totals.sampled_tokens - before))
 
-        while True:
-            while self.listen(ANSWER_SECONDS):
-                report()
-            if (work := self.requests(engine.version)) is None:
-                return self.take()
-            report()
-            for collected in sampled(engine, work.requests, self.sampling, token_budget=work.token_budget):
-                for request, segment in collected:
-                    self.accept(request, segment)
-                report()
+        with left_idle(engine):
+            while True:
+                self._hear_all(self._unfinished(), report)
+                if (work := self.requests(engine.version)) is None:
+                    return self.take()
+                self._play(engine, work, report)
 
-    def listen(self, timeout: float) -> bool:
-        """Take in what environments have answered, and wait so long for it at most. Whether more answers will come."""
-        if self.conversations is None or not self.conversations.busy:
-            return False
-        self.conversations.listen(timeout)
-        return self.conversations.busy
+    def _play(self, engine: Engine, work: Work, report: Callable[[], None]) -> None:
+        """Do this work, round by round, until nothing of it is under way, and nobody is with an environment."""
+        requests, turns, begun = work.requests, self.conversations is not None, self._totals.sampled_tokens
+        away: list[Trajectory] = []  # whose turn ended in the round before
+        ended: list[Trajectory] = []  # whose turn has ended in this round
+
+        def left() -> int | None:
+            spent = self._totals.sampled_tokens - begun
+            return None if work.token_budget is None else max(0, work.token_budget - spent)
+
+        while requests or away or ended or self._under_way:
+            if requests or self._under_way:
+                engine.submit(requests, self.sampling, token_budget=left(), turns=turns)
+            report()
+            for collected in sampled(engine, self._under_way, seconds=TURN_SECONDS if turns else None):
+                for request, segment in collected:
+                    ended += self.accept(request, segment)
+                self.listen(0)
+                report()
+                if engine.resting is None and self._idle(ended):
+                    break
+            if engine.resting is None:
+                while ended and not (self._under_way or self._idle(ended)):
+                    self.listen(ANSWER_SECONDS)
+                    report()
+                back, ended = self._idle(ended), [each for each in ended if self._waits(each)]
+            else:
+                back, away, ended = away, ended, []
+                at_once = self.conversations is None or self.conversations.at_once
+                if at_once or not (back or self._under_way):
+                    back, away = back + away, []
+                self._hear_all(back, report)
+            again = {id(trajectory) for trajectory in back if left() != 0}
+            requests = [self._request(each) for each in self._unfinished() if id(each) in again]
+
+    def _hear_all(self, responses: Sequence[Trajectory], report: Callable[[], None]) -> None:
+        """Wait until all of these are answered. Then the groups are given up of which one was given up."""
+        while any(map(self._waits, responses)):
+            self.listen(ANSWER_SECONDS)
+            report()
+        failed = {id(trajectory) for trajectory in responses if trajectory.status is Status.DROPPED}
+        _give_up(g for g in self._groups.values() if failed & {id(trajectory) for trajectory in g.trajectories})
+
+    def listen(self, timeout: float) -> None:
+        """Take in what environments have answered, and wait so long for the first answer at most."""
+        if self.conversations is not None and self.conversations.busy:
+            self.conversations.listen(timeout)
 
     def requests(self, version: int) -> Work | None:
         """What an engine with the weights of this version should do next, in this order; None if this run is done.
@@ -243,27 +286,22 @@ class Scheduler:
         if self.over_age == "finish":
             late = version + self.versions_per_run
             due = [t for group in self._groups.values() if self._too_old(group, late) for t in _parked(group)]
-        chosen = [t for t in self._idle(due) if (*_turn(t), run.rested) not in run.forced]
+        chosen = [trajectory for trajectory in self._idle(due) if _turn(trajectory) not in run.forced]
         if chosen:
-            run.forced |= {(*_turn(trajectory), run.rested) for trajectory in chosen}
+            run.forced |= set(map(_turn, chosen))
             self._count(forced=len(chosen))
             return Work([self._request(trajectory) for trajectory in chosen], None)
-        idle = self._idle(self._unfinished())
-        if run.rested:
-            idle = [t for t in idle if len(t.answers) > run.answered.get(id(t), len(t.answers))]
-            if not idle:
-                return None
-        run.rested = True
-        run.answered |= {id(t): len(t.answers) for t in (self._unfinished() if not run.answered else idle)}
+        idle = [trajectory for trajectory in self._idle(self._unfinished()) if _turn(trajectory) not in run.tried]
+        run.tried |= set(map(_turn, idle))
         chosen = sorted(idle, key=lambda trajectory: not trajectory.tokens)
         sampled_tokens = self._totals.sampled_tokens - run.before.sampled_tokens
         left = None if self.token_budget is None else self.token_budget - sampled_tokens
         if chosen and (left is None or left > 0):
             return Work([self._request(trajectory) for trajectory in chosen], left)
-        return self.requests(version)
+        return None
 
-    def accept(self, request: int, segment: Segment) -> None:
-        """Add what an engine sampled for one request to its response."""
+    def accept(self, request: int, segment: Segment) -> list[Trajectory]:
+        """Add what an engine sampled for one request to its response. Returns that if its environment is asked now."""
         if request not in self._under_way:
             raise RuntimeError(
                 f"the engine returned a segment for request {request}, which is not under way. An engine must name "
@@ -274,13 +312,16 @@ class Scheduler:
             del self._under_way[request]
         if trajectory.status is Status.DROPPED:  # its group was given up meanwhile, and stays so
             self._count(sampled_tokens=len(segment.tokens), wasted_tokens=len(segment.tokens))
-            return
+            return []
         _append(trajectory, segment)
+        ends: list[Trajectory] = []  # a turn
         if self.conversations is not None and trajectory.finished:
             self.conversations.ended(trajectory)
+            ends.append(trajectory)
         if self._run is not None and segment.tokens:
             self._run.resumed |= {id(trajectory)} & self._run.begun
         self._count(sampled_tokens=len(segment.tokens))
+        return ends
 
     def take(self) -> Rollout:
         """Return the groups that are finished and those given up, with what the run did. The next run may begin."""
@@ -389,8 +430,11 @@ class Scheduler:
     def _idle(self, trajectories: Iterable[Trajectory]) -> list[Trajectory]:
         """The trajectories that no engine is working on, and that do not wait for their environment."""
         under_way = {id(trajectory) for trajectory in self._under_way.values()}
-        idle = [trajectory for trajectory in trajectories if id(trajectory) not in under_way]
-        return idle if self.conversations is None else [t for t in idle if not self.conversations.waits(t)]
+        return [each for each in trajectories if id(each) not in under_way and not self._waits(each)]
+
+    def _waits(self, trajectory: Trajectory) -> bool:
+        """Whether it waits for its environment."""
+        return self.conversations is not None and self.conversations.waits(trajectory)
 
     def _too_old(self, group: Group, version: int) -> bool:
         return self.max_age is not None and group.oldest is not None and version - group.oldest > self.max_age

@@ -1,6 +1,7 @@
 """What engines share: what all of them refuse, what truncation leaves, and the verbs of those in this process.
 
-An engine in this process does its work in sittings: each `submit` begins one, and `collect` works on it.
+An engine in this process does its work in sittings: `submit` begins one, or adds to the one that is there, and
+`collect` works on it. A sitting in turns stays open until it is parked.
 """
 
 import time
@@ -135,12 +136,11 @@ class InProcessEngine:
 
     draws_by_position = True
     gives_entropies = True
-    continuous = False
 
     _fill: Callable[[Iterable[tuple[str, Tensor]]], None]
     """Puts the weights where the engine reads them."""
-    _sit_down: Callable[[list[Request], Sampling, int], Any]
-    """A sitting with these requests and this token budget."""
+    _sit_down: Callable[[list[Request], Sampling, int, bool], Any]
+    """A sitting with these requests and this token budget, in turns or not."""
     _working: Callable[[Any], AbstractContextManager[Any]]
     """The context in which a sitting works."""
 
@@ -148,6 +148,7 @@ class InProcessEngine:
         self.model, self.slots, self.prefill_tokens = model, slots, prefill_tokens
         self.version = NOTHING_LOADED
         self._sitting: Any = None
+        self._sampling = Sampling()
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Sample with these weights from now on. Those that lie in place already are not copied."""
@@ -156,13 +157,42 @@ class InProcessEngine:
         self._fill(weights)
         self.version = version
 
+    @property
+    def resting(self) -> bool:
+        """Whether it rests in the middle of turns."""
+        return self._sitting is not None and bool(self._sitting.resting)
+
+    def takes(self, requests: Sequence[Request]) -> bool:
+        """Whether the sitting has place for these beside those under way."""
+        return self._sitting is None or not self._sitting.unfinished or bool(self._sitting.fits(requests))
+
     @torch.no_grad()
-    def submit(self, requests: Sequence[Request], sampling: Sampling, *, token_budget: int | None = None) -> None:
-        """Begin a sitting with these requests."""
-        check_idle(self._sitting, "submit")
+    def submit(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        *,
+        token_budget: int | None = None,
+        turns: bool = False,
+    ) -> None:
+        """Begin a sitting with these requests, or add them to the one that is there."""
         check_requests(requests, sampling, token_budget, positions=max_positions(self.model), version=self.version)
-        budget = sum(request.max_new_tokens for request in requests) if token_budget is None else token_budget
-        self._sitting = self._sit_down(list(requests), sampling, budget) if requests else None
+        if self._sitting is not None and not self._sitting.unfinished and not self._sitting.fits(requests):
+            self.park()
+            self.collect()
+        sitting, more = self._sitting, sum(request.max_new_tokens for request in requests)
+        if sitting is None:
+            budget = more if token_budget is None else token_budget
+            self._sampling = sampling
+            self._sitting = self._sit_down(list(requests), sampling, budget, turns) if requests else None
+            return
+        if sampling != self._sampling or not self.takes(requests) or {r.id for r in requests} & sitting.ids:
+            raise RuntimeError(
+                "submit was called while requests are under way that have the same ids, are sampled otherwise, or "
+                "leave no place. First park and collect them."
+            )
+        sitting.budget = sitting.budget + more if token_budget is None else token_budget
+        sitting.add(list(requests))
 
     @torch.no_grad()  # not inference_mode: buffers that a model rebuilds in a pass must be usable in training
     def collect(self, timeout: float | None = None) -> list[tuple[int, Segment]]:

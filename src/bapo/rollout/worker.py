@@ -7,9 +7,9 @@ A worker keeps one engine at work on requests that come and go, and moves them t
     load    change the weights under the requests: park them, load, continue them from their own tokens
     park    give everything back unfinished
 
-An engine may take one submission at a time. New requests then interrupt those under way, which are parked and submitted
-again together with the new ones: this costs a prefill, so callers should give requests in large portions. An
-interrupted response is not parked for the caller: its segment has no status, and more will come.
+An engine in this process may have no place for new requests beside those under way. Then all are parked and submitted
+again together, which costs a prefill. An interrupted response is not parked for the caller: its segment has no status,
+and more will come.
 
 After every transfer of weights, a probe shows whether the engine samples from the policy that it was given. The learner
 publishes, with each version of its weights, the log-probs of all next tokens after a few fixed contexts. The engine
@@ -58,7 +58,7 @@ class Worker:
     def work(self, seconds: float) -> list[tuple[int, Segment]]:
         """Sample for about this long, and return (request id, segment) for everything sampled since the last call."""
         if self.waiting:
-            if not self.engine.continuous:
+            if not self.engine.takes(self.waiting):
                 self._interrupt()
             self.engine.submit(self.waiting, self.sampling)
             self.under_way |= {request.id: request for request in self.waiting}

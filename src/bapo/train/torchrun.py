@@ -187,7 +187,9 @@ class SharedEngine:
         self.engine, self.team = engine, team
         self.version = engine.version
         self.draws_by_position, self.gives_entropies = engine.draws_by_position, engine.gives_entropies
-        self.continuous = engine.continuous
+        self.resting = engine.resting
+        self._mine: set[int] = set()
+        """What is under way here."""
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Let this rank's engine use these weights. All ranks gather them together."""
@@ -195,24 +197,46 @@ class SharedEngine:
         self.engine.load(weights, version=version)
         self.version = version
 
-    def submit(self, requests: Sequence[Request], sampling: Sampling, *, token_budget: int | None = None) -> None:
+    def takes(self, requests: Sequence[Request]) -> bool:
+        """Whether this rank's engine would take all of them."""
+        return self.engine.takes(requests)
+
+    def submit(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        *,
+        token_budget: int | None = None,
+        turns: bool = False,
+    ) -> None:
         """Give each engine its part of requests and budget. One with fewer requests leaves its part unused."""
         rank, size = self.team.rank, self.team.size
         budget = None if token_budget is None else token_budget // size + (rank < token_budget % size)
+        mine = requests[rank::size]
+        self._mine |= {request.id for request in mine}
+        self.resting = False
         try:
-            self.team.share(lambda: self.engine.submit(requests[rank::size], sampling, token_budget=budget))
+            self.team.share(lambda: self.engine.submit(mine, sampling, token_budget=budget, turns=turns))
         except Exception:
             self.engine.park()  # another rank refused its part
             self.engine.collect(0)
             raise
 
     def collect(self, timeout: float | None = None) -> list[tuple[int, Segment]]:
-        """The segments that all engines have sampled."""
-        parts = self.team.share(lambda: [(id, vars(segment)) for id, segment in self.engine.collect(timeout)])
+        """The segments that all engines have sampled. They rest when each of them does, or has nothing to do."""
+
+        def part() -> tuple[list[tuple[int, dict[str, Any]]], bool, bool]:
+            found = self.engine.collect(timeout)
+            self._mine -= {id for id, segment in found if segment.status is not None}
+            rests = bool(self.engine.resting)
+            return [(id, vars(segment)) for id, segment in found], rests, rests or not self._mine
+
+        parts = self.team.share(part)
+        self.resting = any(rests for _, rests, _ in parts) and all(still for _, _, still in parts)
         return [
             (id, Segment(**values | {"status": values["status"] and Status(values["status"])}))
-            for part in parts
-            for id, values in part
+            for found, _, _ in parts
+            for id, values in found
         ]
 
     def park(self) -> None:

@@ -162,8 +162,9 @@ class Scripted:
     segments: list
     calls: list = field(default_factory=list)
     left: list = field(default_factory=list)
+    resting = False
 
-    def submit(self, requests, sampling, *, token_budget=None):
+    def submit(self, requests, sampling, *, token_budget=None, turns=False):
         self.calls.append((list(requests), sampling, token_budget))
         self.left = list(zip((request.id for request in requests), self.segments, strict=False))
 

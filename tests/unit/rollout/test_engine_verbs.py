@@ -10,7 +10,7 @@ import torch
 
 from bapo.rollout.cuda.decoder import Decoder
 from bapo.rollout.cuda.engine import GraphEngine
-from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment, generate, join, sampled
+from bapo.rollout.engine import NOTHING_LOADED, Request, Sampling, Segment, generate, join, left_idle, sampled
 from bapo.rollout.local.engine import LocalEngine
 from bapo.types import Status
 from tests.rollouts import sitting, tokens_of
@@ -86,7 +86,7 @@ def test_verbs_in_the_wrong_order_are_refused(make):
     with pytest.raises(ValueError, match="two requests have the same id"):
         engine.submit([*requests(1), *requests(1)], SAMPLING)
     engine.submit(requests(), SAMPLING)
-    with pytest.raises(RuntimeError, match="submit was called while requests are under way"):
+    with pytest.raises(RuntimeError, match="submit was called while requests are under way that have the same ids"):
         engine.submit(requests(), SAMPLING)
     with pytest.raises(RuntimeError, match="load was called while requests are under way"):
         engine.load(engine.model.named_parameters(), version=1)
@@ -157,9 +157,10 @@ def test_a_caller_that_fails_leaves_the_engine_free(make, monkeypatch):
     monkeypatch.setattr("bapo.rollout.cuda.engine.LOOK", 1)
     engine = loaded(make)
 
-    collecting = sampled(engine, requests(tokens=40), SAMPLING)
-    next(collecting)
-    collecting.close()  # as an error in its loop would
+    with pytest.raises(ZeroDivisionError), left_idle(engine):
+        engine.submit(requests(tokens=40), SAMPLING)
+        next(sampled(engine, [10]))
+        1 / 0  # noqa: B018
     assert len(sitting(engine, requests(), SAMPLING, version=4)) == 4
 
 

@@ -40,6 +40,7 @@ class CountingEngine:
     """
 
     draws_by_position = gives_entropies = True
+    resting = False
 
     def __init__(self) -> None:
         self.calls: list[tuple[list[int], int | None]] = []
@@ -49,7 +50,9 @@ class CountingEngine:
     def load(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
         self.version = version
 
-    def submit(self, requests: Sequence[Request], sampling: Sampling, *, token_budget: int | None = None) -> None:
+    def submit(
+        self, requests: Sequence[Request], sampling: Sampling, *, token_budget: int | None = None, turns: bool = False
+    ) -> None:
         self.calls.append(([request.seed for request in requests], token_budget))
         left = token_budget if token_budget is not None else 10**9
         for request in requests:

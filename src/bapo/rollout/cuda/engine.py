@@ -1,6 +1,6 @@
 """The CUDA engine: a decoding step is one graph launch, and the host looks at the state only every few tokens.
 
-    slots     places for responses; a response keeps its slot while it runs
+    slots     places for responses; a response keeps its slot while it runs, and after a turn while there is room
     pages     the key-value cache, cut into stretches of tokens (`pages.py`); a slot has as many as its response needs
     seats     which slots take part in a step, a list on the device. Captured graphs of several batch sizes read it, so
               responses can come and go, and the batch can shrink, without moving keys and values or capturing again
@@ -81,7 +81,7 @@ class GraphEngine(InProcessEngine):
     def _fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.decoder.load(weights)
 
-    def _sit_down(self, requests: list[Request], sampling: Sampling, budget: int) -> Sitting:
+    def _sit_down(self, requests: list[Request], sampling: Sampling, budget: int, turns: bool) -> Sitting:
         reach = max(len(request.context) + request.max_new_tokens for request in requests)
         if self.cache_tokens is not None and reach > self.cache_tokens:
             raise ValueError(
@@ -89,10 +89,10 @@ class GraphEngine(InProcessEngine):
                 "prompt, and it must fit. Raise rollout.cache_tokens or lower rollout.max_tokens."
             )
         with self._on_device():
-            pool = self._pool(reach, stops=len(sampling.stop_ids))
+            pool = self._pool(reach, stops=len(sampling.stop_ids), places=(1 + turns) * self.slots)
             pool.set_sampling(sampling)
             how = {"budget": budget, "stretch": LOOK, "prefill_tokens": self.prefill_tokens}
-            sitting = Sitting(pool, requests, **how, keep=self.parked == "keep", kept=self.kept)
+            sitting = Sitting(pool, requests, **how, keep=self.parked == "keep", kept=self.kept, turns=turns)
         self.kept = {}  # a sitting that fails may have overwritten any of them
         return sitting
 
@@ -107,7 +107,10 @@ class GraphEngine(InProcessEngine):
                 raise
             if sitting.over:
                 sitting.pool.state[State.STATUS] = SlotStatus.IDLE
-                self.kept = sitting.kept
+                if self.parked == "rebuild":
+                    sitting.pool.pages.clear()
+                else:
+                    self.kept = sitting.kept
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -122,14 +125,16 @@ class GraphEngine(InProcessEngine):
                 "rollout.max_tokens, or set rollout.cache_tokens."
             ) from error
 
-    def _pool(self, reach: int, *, stops: int) -> Pool:
-        if self.pool is not None and reach <= self.pool.reach and stops <= len(self.pool.stop_ids):
-            return self.pool
+    def _pool(self, reach: int, *, stops: int, places: int) -> Pool:
+        pool = self.pool
+        if pool and reach <= pool.reach and stops <= len(pool.stop_ids) and places <= pool.places:
+            return pool
         self.pool, self.kept = None, {}
         reach = triton.cdiv(reach, REACH_STEP) * REACH_STEP
         self.decoder.prepare(reach)
         pages = self.slots * pages_for(reach)
         if self.cache_tokens is not None:
             pages = min(pages, pages_for(self.cache_tokens))
-        self.pool = Pool(self.decoder, self.slots, reach, pages=pages, stops=triton.next_power_of_2(max(8, stops)))
+        stops = triton.next_power_of_2(max(8, stops))
+        self.pool = Pool(self.decoder, self.slots, reach, places=places, pages=pages, stops=stops)
         return self.pool

@@ -8,7 +8,7 @@ Nothing here waits for the device except `Reading.wait` and `Pool.read`, which r
 goes on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -53,18 +53,19 @@ class Reading:
 class Pool:
     """The static part: cache, state and records of all slots, and the graphs that work on them.
 
-    There is one slot more than asked for. Empty seats point at it, and it never runs.
+    There is one place more than asked for. Empty seats point at it, and it never runs.
     """
 
-    def __init__(self, decoder: Decoder, slots: int, reach: int, *, pages: int, stops: int) -> None:
+    def __init__(self, decoder: Decoder, slots: int, reach: int, *, places: int, pages: int, stops: int) -> None:
+        """`slots`: how many may run at a time. `places`: all slots, with those that only keep keys and values."""
         device = decoder.device
-        self.decoder, self.slots, self.reach, self.device = decoder, slots, reach, device
-        self.pages = Pages(pages, slots + 1, reach)
+        self.decoder, self.slots, self.places, self.reach, self.device = decoder, slots, places, reach, device
+        self.pages = Pages(pages, places + 1, reach)
         self.cache = decoder.cache(pages + 1)
         self.table = torch.zeros(self.pages.table.shape, dtype=torch.int32, device=device)
-        self.state = torch.zeros(len(State), slots + 1, dtype=torch.int64, device=device)
-        self.records = torch.zeros(4, slots + 1, reach, dtype=torch.int32, device=device)
-        self.seats = torch.full((slots,), slots, dtype=torch.int64, device=device)
+        self.state = torch.zeros(len(State), places + 1, dtype=torch.int64, device=device)
+        self.records = torch.zeros(4, places + 1, reach, dtype=torch.int32, device=device)
+        self.seats = torch.full((slots,), places, dtype=torch.int64, device=device)
         self.stop_ids = torch.full((stops,), -1, dtype=torch.int64, device=device)
         self.temperature = torch.ones(1, device=device)
         self.sizes = batch_sizes(slots)
@@ -85,7 +86,7 @@ class Pool:
 
     def seat(self, slots: Sequence[int]) -> None:
         """Let these slots take part in the next steps."""
-        seats = np.full(self.slots, self.slots, dtype=np.int64)
+        seats = np.full(self.slots, self.places, dtype=np.int64)
         seats[: len(slots)] = slots
         self.seats.copy_(self._host(seats), non_blocking=True)
 
@@ -129,7 +130,7 @@ class Pool:
 
     def _capture(self, size: int) -> torch.cuda.CUDAGraph:
         seated = self.seats.clone()
-        self.seats.fill_(self.slots)  # trial runs compile kernels and choose matrix products; they must move no slot
+        self.seats.fill_(self.places)  # trial runs compile kernels and choose matrix products; they must move no slot
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -143,15 +144,15 @@ class Pool:
         self._graphs[size, self.truncation] = graph
         return graph
 
-    def prefill(self, contexts: dict[int, Sequence[int]]) -> None:
-        """Compute keys and values of whole contexts, given by slot."""
+    def prefill(self, contexts: Mapping[int, tuple[int, Sequence[int]]]) -> None:
+        """Compute keys and values of contexts, given by slot with how many tokens the cache holds already."""
         slots, positions, ids, blocks = [], [], [], []
         begin = 0
-        for slot, context in contexts.items():
-            length = len(context)
+        for slot, (cached, context) in contexts.items():
+            length = len(context) - cached
             slots.append(np.full(length, slot))
-            positions.append(np.arange(length))
-            ids.append(np.asarray(context))
+            positions.append(np.arange(cached, len(context)))
+            ids.append(np.asarray(context[cached:]))
             firsts = np.arange(0, length, QUERIES)
             blocks.append(np.stack([begin + firsts, np.minimum(length - firsts, QUERIES)], axis=1))
             begin += length

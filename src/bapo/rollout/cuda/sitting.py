@@ -1,4 +1,4 @@
-"""One submission to the CUDA engine, seen from the host: who has which slot and which pages, and for how long.
+"""What the CUDA engine has under way, seen from the host: who has which slot and which pages, and for how long.
 
 The host works one stretch behind the device. It queues the next stretch of steps for everybody who is seated, and only
 then reads how the stretch before it went. While the device runs on, the host collects the responses that ended, gives
@@ -11,12 +11,15 @@ tokens, which is also what happens to parked responses. The first response alway
 stands still. What is decided depends on the requests and on what was sampled, never on time: two runs with the same
 requests decide the same, however often somebody collects in between.
 
+A response that ended a turn keeps its slot and pages until somebody needs them. If it comes back before, only what was
+said to it is prefilled. Its keys and values are those that it would have had without the break.
+
 The token budget is never exceeded, because tokens that are queued count as sampled until the host has looked.
 """
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
 import numpy as np
@@ -40,6 +43,8 @@ STATUSES = {SlotStatus.STOPPED: Status.STOPPED, SlotStatus.TRUNCATED: Status.TRU
 
 Name = tuple[int, tuple[int, ...]]
 """What identifies a response: its seed and all of its tokens."""
+Context = tuple[int, Sequence[int]]
+"""Tokens, and how many of them the cache holds."""
 
 
 @dataclass(eq=False)
@@ -82,7 +87,7 @@ class Flight:
 
 @dataclass(eq=False)
 class Sitting:
-    """One submission, seen from the host."""
+    """What is under way, seen from the host."""
 
     pool: Pool
     requests: list[Request]
@@ -95,29 +100,65 @@ class Sitting:
     keep: bool
     """Whether responses parked in this sitting keep their slots."""
     kept: dict[Name, int]
-    """Slots that hold keys and values of parked responses."""
+    """Slots that hold keys and values of responses that may come back."""
+    turns: bool = False
 
     def __post_init__(self) -> None:
         self.parked = False
-        self.waiting = deque(range(len(self.requests)))
+        self.waiting = deque[int]()
         self.seated: dict[int, Seated] = {}
         self.flights: deque[Flight] = deque()
         self.left: list[tuple[int, NDArray[np.int32], Status | None]] = []  # what left and was not returned yet
-        self.asked = {name_of(request) for request in self.requests}
+        self.asked: dict[int, Name] = {}  # what is kept for the requests that wait, by their index
         reserved = set(self.kept.values())
-        self.free = [slot for slot in reversed(range(self.pool.slots)) if slot not in reserved]
-        numbers: dict[tuple[int, ...], int] = {}
-        self.contexts: list[int | None] = [numbers.setdefault(tuple(r.context), len(numbers)) for r in self.requests]
+        self.free = [slot for slot in reversed(range(self.pool.places)) if slot not in reserved]
+        self.numbers: dict[tuple[int, ...], int] = {}
+        self.contexts: list[int | None] = []
+        requests, self.requests = self.requests, []
+        self.add(requests)
+
+    def add(self, requests: list[Request]) -> None:
+        """Let these wait before all that wait, because they were begun before."""
+        begin = len(self.requests)
+        self.requests += requests
+        numbers = self.numbers
+        self.contexts += [None if r.position else numbers.setdefault(tuple(r.context), len(numbers)) for r in requests]
+        added = range(begin, len(self.requests))
+        for index in added:
+            name = _begin_of(self.requests[index], self.kept)
+            if name is not None and name not in self.asked.values():
+                self.asked[index] = name
+        self.waiting.extendleft(reversed(added))
+        self.rests_at = self.unfinished // 2
+
+    def fits(self, requests: Sequence[Request]) -> bool:
+        """Whether slots are made for responses as long as these."""
+        return all(len(request.context) + request.max_new_tokens <= self.pool.reach for request in requests)
+
+    @property
+    def unfinished(self) -> int:
+        """How many responses have a slot or wait for one."""
+        return len(self.seated) + len(self.waiting)
+
+    @property
+    def resting(self) -> bool:
+        """Whether half of what was under way has ended its turn."""
+        return self.turns and not self.over and self.unfinished <= self.rests_at
+
+    @property
+    def ids(self) -> set[int]:
+        """The responses that are under way."""
+        return {self.requests[index].id for index in (*self.waiting, *(s.index for s in self.seated.values()))}
 
     @property
     def over(self) -> bool:
         """Whether sampling is over: all responses are complete, the budget is spent, or the rest is parked."""
-        return self.parked or self.budget <= 0 or not (self.seated or self.waiting)
+        return self.parked or self.budget <= 0 or not (self.unfinished or self.turns)
 
     def work(self, deadline: float | None) -> None:
-        """Sample until the sitting is over, or until the deadline has passed and something was sampled."""
+        """Sample until the sitting is over, rests, or the deadline has passed and something was sampled."""
         sampled = 0
-        while not self.over:
+        while not (self.over or self.resting):
             if self._wants_refill():
                 self._refill()
             if not self._launch() or len(self.flights) > AHEAD:
@@ -164,29 +205,32 @@ class Sitting:
         A context that another seated response has is shared with it; all others are prefilled.
         """
         pages = self.pool.pages
-        room = self._spare() - len(self.seated)
+        room = min(self._spare(), self.pool.slots) - len(self.seated)
         reserved = sum(pages.lacking(slot, s.tokens_after(HEADROOM)) for slot, s in self.seated.items())
         holders = {s.context: slot for slot, s in self.seated.items() if s.context is not None}
         newcomers: dict[int, Seated] = {}
-        contexts: dict[int, Sequence[int]] = {}
+        contexts: dict[int, Context] = {}
         copies: list[tuple[int, int]] = []
         while self.waiting and len(newcomers) < room:
             index = self.waiting[0]
             request, context = self.requests[index], self.contexts[index]
             source = None if context is None else holders.get(context)
             alone = not self.seated and not newcomers
-            slot = self._slot_for(request, shares=source is not None, reserved=reserved, alone=alone)
+            slot = self._slot_for(index, shares=source is not None, reserved=reserved, alone=alone)
             if slot is None:
                 break
             self.waiting.popleft()
             newcomer = Seated(index, len(request.context) - 1, request.max_new_tokens)
-            if self.kept.pop(name_of(request), None) is None:
+            if name := self.asked.pop(index, None):
+                del self.kept[name]
+                contexts[slot] = len(name[1]) - 1, request.context[:-1]
+            else:
                 self.free.pop()
                 newcomer.context = context
                 if context is not None:
                     holders.setdefault(context, slot)
                 if source is None:
-                    contexts[slot] = request.context[:-1]
+                    contexts[slot] = 0, request.context[:-1]
                 elif partly := pages.share(source, slot, newcomer.cached):
                     copies.append(partly)
             pages.extend(slot, newcomer.cached)
@@ -198,16 +242,17 @@ class Sitting:
                 self.pool.copy(copies)
             self._seat(newcomers)
 
-    def _slot_for(self, request: Request, *, shares: bool, reserved: int, alone: bool) -> int | None:
+    def _slot_for(self, index: int, *, shares: bool, reserved: int, alone: bool) -> int | None:
         """A slot for a request, with enough pages for it besides the reserved ones; None if it has to wait.
 
-        Slots that are kept for nobody in this sitting are given up for it. If nobody else is seated, so are all others.
+        Slots that are kept for nobody who waits are given up for it. If nobody else is seated, so are all others.
         """
-        name, cached = name_of(request), len(request.context) - 1
+        request, name = self.requests[index], self.asked.get(index)
+        cached = len(request.context) - 1
         pages, tokens = self.pool.pages, cached + min(request.max_new_tokens, HEADROOM)
-        shared = cached if shares and name not in self.kept else 0
+        shared = cached if shares and name is None else 0
         while True:
-            slot = self.kept.get(name, self.free[-1] if self.free else None)
+            slot = self.kept[name] if name else self.free[-1] if self.free else None
             if slot is not None and pages.lacking(slot, tokens, shared=shared) + reserved <= pages.free:
                 return slot
             if not self._give_up_kept(everything=alone, except_for=name):
@@ -215,29 +260,31 @@ class Sitting:
                 return None
 
     def _give_up_kept(self, *, everything: bool, except_for: Name | None = None) -> bool:
-        """Free the slot of a parked response that is not asked for, or else (`everything`) of any. False: no such."""
-        name = next((name for name in self.kept if name not in self.asked), None)
+        """Free a slot that is kept for nobody who waits, or else (`everything`) any that is kept. False: no such."""
+        asked = {name: index for index, name in self.asked.items()}
+        name = next((name for name in self.kept if name not in asked), None)
         if name is None and everything:
             name = next((name for name in reversed(self.kept) if name != except_for), None)
         if name is None:
             return False
+        self.asked.pop(asked.get(name, -1), None)
         slot = self.kept.pop(name)
         self.pool.pages.release(slot)
         self.free.append(slot)
         return True
 
-    def _prefill(self, contexts: dict[int, Sequence[int]]) -> None:
+    def _prefill(self, contexts: dict[int, Context]) -> None:
         """Compute keys and values of contexts except the last token, which the next step feeds."""
-        batch: dict[int, Sequence[int]] = {}
+        batch: dict[int, Context] = {}
         tokens = 0
-        for slot, context in contexts.items():
-            if not context:
+        for slot, (cached, context) in contexts.items():
+            if len(context) == cached:
                 continue
-            if batch and tokens + len(context) > self.prefill_tokens:
+            if batch and tokens + len(context) - cached > self.prefill_tokens:
                 self.pool.prefill(batch)
                 batch, tokens = {}, 0
-            batch[slot] = context
-            tokens += len(context)
+            batch[slot] = cached, context
+            tokens += len(context) - cached
         if batch:
             self.pool.prefill(batch)
 
@@ -323,7 +370,9 @@ class Sitting:
             seated = self.seated.pop(slot)
             self.left.append((seated.index, records[:, column, seated.given : seated.produced], status))
             request, sampled = self.requests[seated.index], records[0, column, : seated.produced].tolist()
-            if status is Status.PARKED and self.keep:
+            if status is not None:
+                self.requests[seated.index] = replace(request, context=[])
+            if (status is Status.PARKED and self.keep) or (status is Status.STOPPED and self.turns):
                 self.kept[request.seed, (*request.context, *sampled)] = slot
                 continue
             if status is None:
@@ -347,6 +396,7 @@ def _segment(records: NDArray[np.int32], version: int, status: Status | None) ->
     return Segment(tokens, logprobs, entropies, [version] * len(tokens), status, *masses)
 
 
-def name_of(request: Request) -> Name:
-    """What identifies the response that a request continues."""
-    return request.seed, tuple(request.context)
+def _begin_of(request: Request, kept: Iterable[Name]) -> Name | None:
+    """What is kept of the response that a request continues."""
+    mine = (name for name in kept if name[0] == request.seed)
+    return next((name for name in mine if name[1] == tuple(request.context[: len(name[1])])), None)

@@ -1,11 +1,10 @@
 """The general in-process engine: samples from any transformers causal LM, with the weights the learner holds right now.
 
 It is given a loaded model and keeps no copy of it. `load` copies only the weights that are not already in place, so
-nothing moves if the learner trains the same model. Each `submit` begins one sitting, and the work happens inside
-`collect`. Requests wait in line for a fixed number of slots; contexts are prefilled together; then every step feeds the
+nothing moves if the learner trains the same model. The work happens inside `collect`. Requests wait in line for a fixed number of slots; contexts are prefilled together; then every step feeds the
 last token of each slot and samples the next. A response that ends frees its slot for the next in line, so no response
 waits for the longest. The rows have different positions and lengths; `columns.py` explains how they share a cache.
-Nothing survives a sitting: a parked response is prefilled again when it resumes, under the weights of that time.
+Nothing survives the row: a response that comes back, in its next turn or after it was parked, is prefilled again.
 
 What is exact. Each log-prob belongs to the sampled token under the distribution it was drawn from: it is the float32
 log-softmax of the model's logits over the temperature. The draw inverts the cumulative distribution at the uniform of
@@ -69,13 +68,13 @@ class LocalEngine(InProcessEngine):
         """How often the model's weights were changed in place: the learner may share them."""
         return sum(parameter._version for parameter in self.model.parameters())
 
-    def _sit_down(self, requests: list[Request], sampling: Sampling, budget: int) -> "_Sitting":
+    def _sit_down(self, requests: list[Request], sampling: Sampling, budget: int, turns: bool) -> "_Sitting":
         if self._changes != self._changes_so_far():
             raise RuntimeError(
                 f"the model's weights have changed since version {self.version} was loaded, so its tokens would get a "
                 "wrong version. Call load with the learner's current version first."
             )
-        return _Sitting(self, requests, sampling, budget)
+        return _Sitting(self, requests, sampling, budget, turns)
 
     @contextmanager
     def _working(self, sitting: "_Sitting") -> Iterator[None]:
@@ -134,24 +133,27 @@ def engine_for(
 
 
 class _Sitting:
-    """One submission. A row is a place in the batch. The first `self.rows` rows run, whether owned or idle.
+    """What is under way. A row is a place in the batch. The first `self.rows` rows run, whether owned or idle.
 
     Host arrays, one entry per slot: `owner` (which request), `start` (column of its first token), `left` (tokens until
     the length limit), `position` (response tokens so far), `stream`. Device: `last`, the token to feed next.
     """
 
-    def __init__(self, engine: LocalEngine, requests: list[Request], sampling: Sampling, budget: int) -> None:
-        self.engine, self.requests, self.sampling, self.budget = engine, requests, sampling, budget
+    def __init__(
+        self, engine: LocalEngine, requests: list[Request], sampling: Sampling, budget: int, turns: bool
+    ) -> None:
+        self.engine, self.requests, self.sampling, self.budget, self.turns = engine, requests, sampling, budget, turns
         self.device = engine.model.device
         slots = min(engine.slots, len(requests))
-        reach = max(len(request.context) + request.max_new_tokens for request in requests)
+        self.reach = _reach(requests)
         self.longest_context = max(len(request.context) for request in requests)
-        self.columns = reach + max(32, reach // 4)
+        self.columns = self.reach + max(32, self.reach // 4)
         self.cache = ColumnCache(slots, self.columns)
         self.column = self.longest_context - 1
 
         self.parked = False
         self.slots, self.rows, self.alive, self.next = slots, 0, 0, 0
+        self.rests_at = len(requests) // 2
         self.owner = np.full(slots, _IDLE, dtype=np.int64)
         self.start, self.left, self.position = (np.zeros(slots, dtype=np.int64) for _ in range(3))
         self.stream = np.zeros(slots, dtype=np.uint64)
@@ -166,11 +168,37 @@ class _Sitting:
     @property
     def over(self) -> bool:
         """Whether sampling is over: all responses are complete, the budget is spent, or the rest is parked."""
-        return self.parked or self.budget <= 0 or (self.alive == 0 and self.next == len(self.requests))
+        return self.parked or self.budget <= 0 or not (self.unfinished or self.turns)
+
+    @property
+    def unfinished(self) -> int:
+        """How many responses have a row or wait for one."""
+        return self.alive + len(self.requests) - self.next
+
+    @property
+    def resting(self) -> bool:
+        """Whether half of what was under way has ended its turn."""
+        return self.turns and not self.over and self.unfinished <= self.rests_at
+
+    @property
+    def ids(self) -> set[int]:
+        """The responses whose last segment has not been returned."""
+        return {request.id for index, request in enumerate(self.requests) if index not in self.given}
+
+    def fits(self, requests: list[Request]) -> bool:
+        """Whether there are rows and columns for these, too."""
+        wide = self.slots == self.engine.slots or self.unfinished + len(requests) <= self.slots
+        return wide and (not requests or _reach(requests) <= self.reach)
+
+    def add(self, requests: list[Request]) -> None:
+        """Let these wait before all that wait, because they were begun before."""
+        self.requests[self.next : self.next] = requests
+        self.longest_context = max(self.longest_context, *(len(request.context) for request in requests), 0)
+        self.rests_at = self.unfinished // 2
 
     def work(self, deadline: float | None) -> None:
-        """Sample until the sitting is over or the deadline has passed, for at least one step."""
-        while not self.over:
+        """Sample until the sitting is over, rests, or the deadline has passed, for at least one step."""
+        while not (self.over or self.resting):
             if self._wants_refill():
                 self._refill()
             if self.alive > self.budget:
@@ -195,6 +223,8 @@ class _Sitting:
             return
         rows = idle[:count]
         newcomers = range(self.next, self.next + count)
+        if max(len(self.requests[index].context) for index in newcomers) > self.column + 1:
+            self._shift()
         self.next += count
         self.owner = self.owner.copy()
         self.owner[rows] = newcomers
@@ -256,7 +286,7 @@ class _Sitting:
         self._settle(count)
 
     def _shift(self) -> None:
-        """Move the window back to the left, as far as the longest row and the contexts in line allow."""
+        """Move the window to the left, as far as the longest row and the contexts in line allow, or to the right."""
         home = max(self.column - self.low, self.longest_context - 1)
         self.cache.shift(self.rows, low=self.low, end=self.column, to=home)
         self.start -= self.column - home
@@ -318,16 +348,16 @@ class _Sitting:
             self.ended |= dict.fromkeys(left, Status.PARKED)
         empty = np.zeros(0, dtype=np.int64)
         owners = np.concatenate(self.owners) if self.owners else empty
-        order = np.argsort(owners, kind="stable")[(owners < 0).sum() :]
-        counts = np.bincount(owners[owners >= 0], minlength=len(self.requests))
-        columns = [torch.cat(part).cpu().numpy() for part in zip(*self.tape, strict=True)] or [empty] * 3
-        parts = [np.split(column[order], np.cumsum(counts)[:-1]) for column in columns]
+        order = np.argsort(owners, kind="stable")
+        owners = owners[order]
+        columns = [torch.cat(part).cpu().numpy()[order] for part in zip(*self.tape, strict=True)] or [empty] * 3
         found = []
-        for index, (tokens, logprobs, entropies, *kept) in enumerate(zip(*parts, strict=True)):
-            if len(tokens) or index in self.ended:
-                values = tokens.tolist(), logprobs.tolist(), entropies.tolist(), [version] * len(tokens)
-                masses = [mass for part in kept for mass in part.tolist()]
-                found.append((self.requests[index].id, Segment(*values, self.ended.get(index), masses)))
+        for index in sorted({*np.unique(owners).tolist(), *self.ended} - {_IDLE}):
+            low, high = np.searchsorted(owners, [index, index + 1])
+            tokens, logprobs, entropies, *kept = (column[low:high].tolist() for column in columns)
+            masses = [mass for part in kept for mass in part]
+            values = tokens, logprobs, entropies, [version] * len(tokens)
+            found.append((self.requests[index].id, Segment(*values, self.ended.get(index), masses)))
         self.given |= self.ended.keys()
         self.ended, self.owners, self.tape = {}, [], []
         return found
@@ -382,6 +412,11 @@ def wide_head(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         del head.forward
+
+
+def _reach(requests: Sequence[Request]) -> int:
+    """The most tokens that one of these may have."""
+    return max(len(request.context) + request.max_new_tokens for request in requests)
 
 
 def _batches(contexts: list[tuple[int, ...]], tokens: int) -> Iterator[list[tuple[int, ...]]]:

@@ -69,7 +69,7 @@ class VllmEngine:
 
     draws_by_position = False
     gives_entropies = False
-    continuous = True
+    resting = None
 
     def __init__(self, settings: Settings) -> None:
         check_installed()
@@ -131,8 +131,22 @@ class VllmEngine:
             raise RuntimeError("vLLM did not clear its cache of prefixes after new weights. Start the engine again.")
         self.version = version
 
-    def submit(self, requests: Sequence[Request], sampling: Sampling, *, token_budget: int | None = None) -> None:
-        """Start work on these requests, beside those under way. A token budget counts from now on, for all of them."""
+    def takes(self, requests: Sequence[Request]) -> bool:
+        """It always does."""
+        return True
+
+    def submit(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        *,
+        token_budget: int | None = None,
+        turns: bool = False,
+    ) -> None:
+        """Start work on these requests, beside those under way. A token budget counts from now on, for all of them.
+
+        vLLM keeps keys and values by itself, and finds them when a response comes back.
+        """
         self._check_alive()
         check_requests(requests, sampling, token_budget, positions=self.positions, version=self.version)
         check_temperature(sampling.temperature)

@@ -200,7 +200,11 @@ class Fleet:
         """Whether samples come with entropies."""
         return self._all_can("gives_entropies")
 
-    continuous = True
+    resting = None
+
+    def takes(self, requests: Sequence[Request]) -> bool:
+        """It always does."""
+        return True
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Give these weights to every member, each at its next opportunity. `weights` must be published."""
@@ -211,7 +215,14 @@ class Fleet:
             if member.hello is not None:  # these weights are not why an actor cannot start
                 member.failures = 0
 
-    def submit(self, requests: Sequence[Request], sampling: Sampling, *, token_budget: int | None = None) -> None:
+    def submit(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        *,
+        token_budget: int | None = None,
+        turns: bool = False,
+    ) -> None:
         """Put these requests in line. A fleet has no token budget."""
         assert token_budget is None, "a fleet samples without a budget"
         if self.known and sampling != self.sampling:
@@ -332,12 +343,9 @@ class Fleet:
         return member.hello is not None and member.version == self.version != NOTHING_LOADED
 
     def _room(self, member: Member, sharing: int) -> int:
-        """How many requests it takes next: many at a time if they interrupt those under way."""
-        assert member.hello is not None
-        held = len(member.unfinished)
-        most, few = (self.slots, self.slots - 1) if member.hello.continuous else (2 * self.slots, self.slots // 2)
+        """How many requests it takes next: it always has some in line, so that no slot waits for the next call."""
         share = -(-len(self.line) // sharing)  # others want some, too
-        return min(most - held, share) if held <= few else 0
+        return max(0, min(2 * self.slots - len(member.unfinished), share))
 
     def _listen(self, seconds: float) -> None:
         """Take in the answers that have come, after waiting at most this long, and replace whoever has failed."""

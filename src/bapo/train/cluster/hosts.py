@@ -134,7 +134,7 @@ class RolloutHost:
 
     def hello(self) -> Hello:
         """Say who this is."""
-        can = ("draws_by_position", "gives_entropies", "continuous")
+        can = ("draws_by_position", "gives_entropies")
         return introduced(**{name: getattr(self.engine, name) for name in can})
 
     def load(self, parcel: Parcel, version: int, expected: str, told: Probe) -> float:

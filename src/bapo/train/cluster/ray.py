@@ -165,7 +165,6 @@ class Hello:
     """Versions of what decides the results."""
     draws_by_position: bool = True
     gives_entropies: bool = True
-    continuous: bool = False
 
     def check(self, name: str) -> None:
         """Refuse the actor of this name if it runs other code than this process."""

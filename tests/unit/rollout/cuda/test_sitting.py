@@ -49,12 +49,12 @@ class PaperReading:
 class PaperPool:
     """Slots, pages and steps as on the device."""
 
-    def __init__(self, slots: int, pages: int) -> None:
-        self.slots = slots
-        self.pages = Pages(pages, slots + 1, REACH)
+    def __init__(self, slots: int, pages: int, places: int | None = None) -> None:
+        self.slots, self.places, self.reach = slots, places or slots, REACH
+        self.pages = Pages(pages, self.places + 1, REACH)
         self.cache = np.full((pages + 1, PAGE), -1)
-        self.state = np.zeros((len(State), slots + 1), dtype=np.int64)
-        self.records = np.zeros((3, slots + 1, REACH), dtype=np.int32)
+        self.state = np.zeros((len(State), self.places + 1), dtype=np.int64)
+        self.records = np.zeros((3, self.places + 1, REACH), dtype=np.int32)
         self.seats: list[int] = []
         self.prefilled: list[list[int]] = []
 
@@ -68,10 +68,10 @@ class PaperPool:
         self.state[:, slots] = state
 
     def prefill(self, contexts):
-        self.prefilled.append([len(context) for context in contexts.values()])
-        for slot, context in contexts.items():
-            for position, token in enumerate(context):
-                self.cache[self.place(slot, position)] = token
+        self.prefilled.append([len(context) - cached for cached, context in contexts.values()])
+        for slot, (cached, context) in contexts.items():
+            for position in range(cached, len(context)):
+                self.cache[self.place(slot, position)] = context[position]
 
     def copy(self, pages):
         source, target = np.array(pages).T
@@ -219,3 +219,71 @@ def test_small_pools_make_responses_wait_for_others_to_end():
     segments, _ = sit(pool, requests)
     assert [segment.tokens for segment in segments] == [alone(request)[0] for request in requests]
     assert pool.pages.free == pages_for(22)
+
+
+def converse(pool, requests, deadline=None):
+    """A sitting in turns: whoever stopped is told two tokens, and comes back a round later. Returns what all sampled."""
+    going = {request.id: request for request in requests}
+    turns = {request.id: [[]] for request in requests}
+    how = {"stretch": 2, "prefill_tokens": 20, "keep": False, "kept": {}, "turns": True}
+    sitting = Sitting(pool, list(requests), budget=10**6, **how)
+    before, ended = [], []
+    while sitting.unfinished or before or ended:
+        while not sitting.resting:
+            sitting.work(deadline)
+            for id, segment in sitting.segments(version=1):
+                turns[id][-1] += segment.tokens
+                request, sampled = going[id], turns[id][-1]
+                said = [*sampled, 3 + id % 5, 4]
+                if segment.status is Status.STOPPED and request.max_new_tokens > len(said) + 1:
+                    context, left = request.context + said, request.max_new_tokens - len(said)
+                    position = request.position + len(said)
+                    going[id] = replace(request, context=context, position=position, max_new_tokens=left)
+                    ended.append(id)
+        before, back = ended, before
+        ended = []
+        for id in back:
+            turns[id].append([])
+        sitting.add([going[id] for id in sorted(back)])
+    assert len({name[0] for name in sitting.kept}) == len(sitting.kept) <= pool.places
+    sitting.parked = True
+    assert sitting.segments(version=1) == []
+    return turns
+
+
+def literally(request):
+    """The same conversation, sampled by itself."""
+    turns = []
+    while True:
+        tokens, status = alone(request)
+        turns.append(tokens)
+        said = [*tokens, 3 + request.id % 5, 4]
+        if status is not Status.STOPPED or request.max_new_tokens <= len(said) + 1:
+            return turns
+        request = replace(
+            request,
+            context=request.context + said,
+            position=request.position + len(said),
+            max_new_tokens=request.max_new_tokens - len(said),
+        )
+
+
+@settings(max_examples=40, deadline=None)
+@given(loads(), st.integers(0, 5))
+def test_turns_go_on_with_what_is_kept_as_if_there_had_been_no_break(load, more):
+    requests, slots, pages = load
+    once, often = (PaperPool(slots, pages, slots + more) for _ in range(2))
+    turns = converse(once, requests)
+    assert turns == {request.id: literally(request) for request in requests}
+    assert converse(often, requests, deadline=0.0) == turns
+    assert once.prefilled == often.prefilled
+
+
+def test_with_room_for_all_only_what_was_said_is_prefilled():
+    requests = [Request([7, 8, seed], 0, seed, 21, id=seed) for seed in range(40)]
+    pool = PaperPool(8, 40 * pages_for(REACH), 40)
+    turns = converse(pool, requests)
+    breaks = sum(len(listed) - 1 for listed in turns.values())
+    assert breaks > 20
+    lengths = [length for call in pool.prefilled for length in call]
+    assert sorted(lengths) == [2] * len(requests) + [2] * breaks  # the stop token and one of the two that were said

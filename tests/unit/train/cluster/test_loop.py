@@ -40,6 +40,8 @@ PROMPTS, RESPONSES = 4, 2
 class Engine:
     """Gives every response under way a token at each call, up to a length that its group decides."""
 
+    resting = None
+
     def __init__(self, length, *, lag=lambda call: False):
         self.length, self.lag = length, lag
         self.version, self.at_work = NOTHING_LOADED, NOTHING_LOADED
@@ -48,7 +50,7 @@ class Engine:
     def load(self, weights, *, version):
         self.version = version
 
-    def submit(self, requests, sampling, *, token_budget=None):
+    def submit(self, requests, sampling, *, token_budget=None, turns=False):
         self.under_way |= {request.id: request for request in requests}
 
     def collect(self, timeout=None):
