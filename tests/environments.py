@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any
 
 from bapo.environments.episode import Answer, Said
@@ -68,7 +69,7 @@ class Forgetful(Numbers):
 
 @dataclass
 class Ruled:
-    """Answers a turn by a rule of its text and its number, from 1; every `late`-th answer comes a call later."""
+    """Answers a turn by a rule of its text and its number, from 1; each answer comes up to `late` - 1 calls later."""
 
     rule: Callable[[str, int], Answer]
     opening: Callable[[Problem], Answer] = lambda problem: Answer()
@@ -82,6 +83,7 @@ class Ruled:
     turns: dict[str, list[str]] = field(default_factory=dict)
     begun: Counter[str] = field(default_factory=Counter)
     waiting: list[list[object]] = field(default_factory=list)
+    chance: Random = field(default_factory=Random)
 
     def begin(self, key: str, problem: Problem, state: Any = None) -> None:
         assert key not in self.turns, "begun twice"
@@ -110,6 +112,6 @@ class Ruled:
 
     def _answer(self, key: str, answer: Answer) -> None:
         assert all(each[0] != key for each in self.waiting), "two open questions"
-        calls = len(self.waiting) % self.late if self.late else 0
+        calls = self.chance.randrange(self.late) if self.late else 0
         answer = replace(answer, state=list(self.turns[key])) if self.keeps else answer
         self.waiting.append([key, answer, calls])

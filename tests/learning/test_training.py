@@ -18,6 +18,7 @@ from bapo.demo import model_path
 from bapo.evaluate import evaluate
 from bapo.learn.learner import Learner
 from bapo.models import Policy
+from bapo.rollout import rounds
 from bapo.rollout.engine import Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.scheduler import Scheduler
@@ -96,7 +97,7 @@ def test_groups_that_grow_too_old_are_not_told_as_learned():
     for version in (0, 1):
         admit(parts, RunState(groups=100 * version))
         parts.engine.load(parts.learner.weights(), version=version)
-        groups = parts.scheduler.run(parts.engine).groups
+        groups = rounds.run(parts.scheduler, parts.engine).groups
         groups = score(groups, parts.task, parts.policy.transcript, parts.overlong).groups
         varied = [group for group in groups if len({t.reward for t in group.trajectories}) > 1]
         counts.append(len(varied))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from bapo.environments.conversations import Conversations, reward_of, turns_of
 from bapo.evaluate.estimates import SOLVED, Estimate, avg_at_k, mean, pass_at_k
+from bapo.rollout import rounds
 from bapo.rollout.engine import Engine, Request, Sampling, Segment, generate
 from bapo.rollout.scheduler import Scheduler, new_group
 from bapo.screen.watch import Tell
@@ -163,7 +164,7 @@ def _played(
     """The responses of groups that environments answer. An episode that fails on our side has no score."""
     alone = [(group.problem, one) for group in groups for one in group.trajectories]
     scheduler.admit(Group(EVALUATED + index, problem, [one]) for index, (problem, one) in enumerate(alone))
-    causes = scheduler.run(engine, tell=tell).causes
+    causes = rounds.run(scheduler, engine, tell=tell).causes
     texts = [ResponseText(policy.transcript(one.tokens), one.tokens) for _, one in alone]
     failed = [causes.get(EVALUATED + index, "") for index in range(len(alone))]
     scores = [Score(None if why else reward_of(one.answers), why) for why, (_, one) in zip(failed, alone, strict=True)]

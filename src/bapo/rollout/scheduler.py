@@ -35,18 +35,7 @@ A run is made of four verbs. A caller that does not wait for its engines can cal
     listen     take in what environments have answered, if there are any; those responses can be continued again
     take       return the groups that are finished and those given up; the next run begins
 
-A response that ended a turn gives its slot back, and its environment is asked while the engine samples others. What it
-said has no version, and no number of tokens counts it. `run` goes in rounds, so that what is sampled together does not
-depend on how long an environment takes:
-
-    a round ends       when half of the responses under way have ended, or a turn of theirs: then the engine rests
-    in the next round  their environments may answer
-    at its end         whoever has not answered yet is waited for, and all of them go on together
-
-An environment that answers at once needs no round for it. An engine that never rests gives other tokens each time
-anyway: it is given a response as soon as that is answered.
-
-`run` returns when the engine has done its work and all environments have answered.
+What an environment said has no version, and no number of tokens counts it. `rounds.run` is a run for callers that wait.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -54,7 +43,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from bapo.environments.conversations import Conversations
-from bapo.rollout.engine import Engine, Request, Sampled, Sampling, Segment, TellSampled, left_idle, sampled
+from bapo.rollout.engine import Request, Sampling, Segment
 from bapo.rollout.randomness import response_seed
 from bapo.types import (
     Group,
@@ -68,11 +57,6 @@ from bapo.types import (
     nothing,
     refuse,
 )
-
-ANSWER_SECONDS = 1.0
-"""How long a run waits for environments before it tells how far it is."""
-TURN_SECONDS = 0.05
-"""How long the engine samples before a run looks who has ended a turn, and who was answered."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +172,7 @@ class Scheduler:
         self._next_id = self._next_request = 0
         self._totals = SchedulerMetrics()
         self._run: _Run | None = None
-        self._under_way: dict[int, Trajectory] = {}
+        self.under_way: dict[int, Trajectory] = {}
         """Responses by the id of the request that continues them."""
 
     def admit(self, groups: Iterable[Group]) -> None:
@@ -207,69 +191,6 @@ class Scheduler:
             if self.conversations is not None:
                 self.conversations.admit([group])
 
-    def run(self, engine: Engine, *, tell: TellSampled | None = None) -> Rollout:
-        """Continue the admitted responses within the budget and return the groups that became complete.
-
-        If the engine raises, nothing is lost: every response keeps the tokens that were collected. `tell` is called
-        with how far the run is.
-        """
-        self._run, self._under_way = None, {}  # of a run that failed
-        before, asked = self._begin(engine.version).before.sampled_tokens, len(self._unfinished())
-
-        def report() -> None:
-            if tell is not None:
-                tell(Sampled(asked - len(self._unfinished()), asked, self._totals.sampled_tokens - before))
-
-        with left_idle(engine):
-            while True:
-                self._hear_all(self._unfinished(), report)
-                if (work := self.requests(engine.version)) is None:
-                    return self.take()
-                self._play(engine, work, report)
-
-    def _play(self, engine: Engine, work: Work, report: Callable[[], None]) -> None:
-        """Do this work, round by round, until nothing of it is under way, and nobody is with an environment."""
-        requests, turns, begun = work.requests, self.conversations is not None, self._totals.sampled_tokens
-        away: list[Trajectory] = []  # whose turn ended in the round before
-        ended: list[Trajectory] = []  # whose turn has ended in this round
-
-        def left() -> int | None:
-            spent = self._totals.sampled_tokens - begun
-            return None if work.token_budget is None else max(0, work.token_budget - spent)
-
-        while requests or away or ended or self._under_way:
-            if requests or self._under_way:
-                engine.submit(requests, self.sampling, token_budget=left(), turns=turns)
-            report()
-            for collected in sampled(engine, self._under_way, seconds=TURN_SECONDS if turns else None):
-                for request, segment in collected:
-                    ended += self.accept(request, segment)
-                self.listen(0)
-                report()
-                if engine.resting is None and self._idle(ended):
-                    break
-            if engine.resting is None:
-                while ended and not (self._under_way or self._idle(ended)):
-                    self.listen(ANSWER_SECONDS)
-                    report()
-                back, ended = self._idle(ended), [each for each in ended if self._waits(each)]
-            else:
-                back, away, ended = away, ended, []
-                at_once = self.conversations is None or self.conversations.at_once
-                if at_once or not (back or self._under_way):
-                    back, away = back + away, []
-                self._hear_all(back, report)
-            again = {id(trajectory) for trajectory in back if left() != 0}
-            requests = [self._request(each) for each in self._unfinished() if id(each) in again]
-
-    def _hear_all(self, responses: Sequence[Trajectory], report: Callable[[], None]) -> None:
-        """Wait until all of these are answered. Then the groups are given up of which one was given up."""
-        while any(map(self._waits, responses)):
-            self.listen(ANSWER_SECONDS)
-            report()
-        failed = {id(trajectory) for trajectory in responses if trajectory.status is Status.DROPPED}
-        _give_up(g for g in self._groups.values() if failed & {id(trajectory) for trajectory in g.trajectories})
-
     def listen(self, timeout: float) -> None:
         """Take in what environments have answered, and wait so long for the first answer at most."""
         if self.conversations is not None and self.conversations.busy:
@@ -286,12 +207,12 @@ class Scheduler:
         if self.over_age == "finish":
             late = version + self.versions_per_run
             due = [t for group in self._groups.values() if self._too_old(group, late) for t in _parked(group)]
-        chosen = [trajectory for trajectory in self._idle(due) if _turn(trajectory) not in run.forced]
+        chosen = [trajectory for trajectory in self.idle(due) if _turn(trajectory) not in run.forced]
         if chosen:
             run.forced |= set(map(_turn, chosen))
             self._count(forced=len(chosen))
             return Work([self._request(trajectory) for trajectory in chosen], None)
-        idle = [trajectory for trajectory in self._idle(self._unfinished()) if _turn(trajectory) not in run.tried]
+        idle = [trajectory for trajectory in self.idle(self.unfinished()) if _turn(trajectory) not in run.tried]
         run.tried |= set(map(_turn, idle))
         chosen = sorted(idle, key=lambda trajectory: not trajectory.tokens)
         sampled_tokens = self._totals.sampled_tokens - run.before.sampled_tokens
@@ -302,14 +223,14 @@ class Scheduler:
 
     def accept(self, request: int, segment: Segment) -> list[Trajectory]:
         """Add what an engine sampled for one request to its response. Returns that if its environment is asked now."""
-        if request not in self._under_way:
+        if request not in self.under_way:
             raise RuntimeError(
                 f"the engine returned a segment for request {request}, which is not under way. An engine must name "
                 "requests that it was given, and return exactly one last segment for each."
             )
-        trajectory = self._under_way[request]
+        trajectory = self.under_way[request]
         if segment.status is not None:
-            del self._under_way[request]
+            del self.under_way[request]
         if trajectory.status is Status.DROPPED:  # its group was given up meanwhile, and stays so
             self._count(sampled_tokens=len(segment.tokens), wasted_tokens=len(segment.tokens))
             return []
@@ -325,7 +246,7 @@ class Scheduler:
 
     def take(self) -> Rollout:
         """Return the groups that are finished and those given up, with what the run did. The next run may begin."""
-        _give_up(g for g in self._groups.values() if any(t.status is Status.DROPPED for t in g.trajectories))
+        give_up(g for g in self._groups.values() if any(t.status is Status.DROPPED for t in g.trajectories))
         finished = self._take(Status.STOPPED, Status.TRUNCATED)
         dropped = self._take(Status.DROPPED)
         causes = {} if self.conversations is None else dict(self.conversations.causes)
@@ -346,6 +267,11 @@ class Scheduler:
         self._run = None
         return Rollout(finished, dropped, self.since(before), causes)
 
+    def begin(self, version: int) -> None:
+        """Begin a run with the weights of this version, also if the last one failed on the way."""
+        self._run, self.under_way = None, {}
+        self._begin(version)
+
     def _begin(self, version: int) -> _Run:
         """The run under way. If there is none, it begins, and gives up the groups that are too old for it."""
         if self._version is not None and version < self._version:
@@ -354,15 +280,15 @@ class Scheduler:
                 "a response. Load the learner's current weights first."
             )
         if self._run is None:
-            begun = {id(trajectory) for trajectory in self._idle(self._unfinished()) if trajectory.tokens}
+            begun = {id(trajectory) for trajectory in self.idle(self.unfinished()) if trajectory.tokens}
             self._version, self._run = version, _Run(self._totals, begun)
-            _give_up(group for group in self._groups.values() if self._too_old(group, version))
+            give_up(group for group in self._groups.values() if self._too_old(group, version))
         return self._run
 
     def _request(self, trajectory: Trajectory) -> Request:
         """A request to continue this response, which is under way from now on."""
         self._next_request += 1
-        self._under_way[self._next_request] = trajectory
+        self.under_way[self._next_request] = trajectory
         left = self.max_response_tokens - len(trajectory.tokens)
         return Request(
             context=trajectory.context,
@@ -371,6 +297,34 @@ class Scheduler:
             max_new_tokens=left if self.conversations is None else self.conversations.room(trajectory),
             id=self._next_request,
         )
+
+    def unfinished(self) -> list[Trajectory]:
+        """Unfinished responses in the order of their groups, and within a group in the order of its responses."""
+        return [trajectory for group in self._groups.values() for trajectory in _parked(group)]
+
+    def idle(self, trajectories: Iterable[Trajectory]) -> list[Trajectory]:
+        """The trajectories that no engine is working on, and that do not wait for their environment."""
+        under_way = {id(trajectory) for trajectory in self.under_way.values()}
+        return [each for each in trajectories if id(each) not in under_way and not self.waits(each)]
+
+    def waits(self, trajectory: Trajectory) -> bool:
+        """Whether it waits for its environment."""
+        return self.conversations is not None and self.conversations.waits(trajectory)
+
+    def again(self, responses: Iterable[Trajectory]) -> list[Request]:
+        """Requests to continue those of these that are unfinished, in the order of their groups."""
+        wanted = {id(trajectory) for trajectory in responses}
+        return [self._request(trajectory) for trajectory in self.idle(self.unfinished()) if id(trajectory) in wanted]
+
+    def given_up(self, responses: Iterable[Trajectory]) -> list[Group]:
+        """The groups of which one of these was given up."""
+        gone = {id(trajectory) for trajectory in responses if trajectory.status is Status.DROPPED}
+        return [g for g in self._groups.values() if gone and any(id(t) in gone for t in g.trajectories)]
+
+    @property
+    def sampled_tokens(self) -> int:
+        """How many tokens were sampled in all runs together."""
+        return self._totals.sampled_tokens
 
     @property
     def in_progress(self) -> list[Group]:
@@ -393,7 +347,7 @@ class Scheduler:
 
         def back() -> None:
             self._version, self._next_id, self._totals, self._groups = version, next_id, totals, groups
-            self._run, self._under_way = None, {}
+            self._run, self.under_way = None, {}
             for mark in marks:
                 mark()
             self._restart()
@@ -415,26 +369,13 @@ class Scheduler:
         self._next_id = state["next_id"]
         self._totals = SchedulerMetrics(**state["totals"])
         self._groups = {group.id: group for group in map(group_from_state, state["groups"])}
-        self._run, self._under_way = None, {}
+        self._run, self.under_way = None, {}
         self._restart()
 
     def _restart(self) -> None:
         """Begin the episodes of all groups in progress anew."""
         if self.conversations is not None:
             self.conversations.restart(self._groups.values())
-
-    def _unfinished(self) -> list[Trajectory]:
-        """Unfinished responses in the order of their groups, and within a group in the order of its responses."""
-        return [trajectory for group in self._groups.values() for trajectory in _parked(group)]
-
-    def _idle(self, trajectories: Iterable[Trajectory]) -> list[Trajectory]:
-        """The trajectories that no engine is working on, and that do not wait for their environment."""
-        under_way = {id(trajectory) for trajectory in self._under_way.values()}
-        return [each for each in trajectories if id(each) not in under_way and not self._waits(each)]
-
-    def _waits(self, trajectory: Trajectory) -> bool:
-        """Whether it waits for its environment."""
-        return self.conversations is not None and self.conversations.waits(trajectory)
 
     def _too_old(self, group: Group, version: int) -> bool:
         return self.max_age is not None and group.oldest is not None and version - group.oldest > self.max_age
@@ -450,7 +391,7 @@ class Scheduler:
         self._totals = increased(self._totals, **more)
 
     def _levels(self) -> dict[str, int]:
-        unfinished = self._unfinished()
+        unfinished = self.unfinished()
         parked = sum(1 for trajectory in unfinished if trajectory.tokens)
         held = _tokens(self._groups.values())
         return {"parked": parked, "waiting": len(unfinished) - parked, "held_tokens": held}
@@ -460,7 +401,8 @@ def _parked(group: Group) -> list[Trajectory]:
     return [trajectory for trajectory in group.trajectories if trajectory.status is Status.PARKED]
 
 
-def _give_up(groups: Iterable[Group]) -> None:
+def give_up(groups: Iterable[Group]) -> None:
+    """Let no response of these groups be sampled any more. The next `take` returns them as dropped."""
     for group in groups:
         for trajectory in group.trajectories:
             trajectory.status = Status.DROPPED

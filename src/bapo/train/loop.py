@@ -3,10 +3,10 @@
     new problems join the parked ones; the engine loads the learner's weights and samples within its budget; finished
     groups are scored and enter the buffer; the learner takes one update per draw until the passes over them are done.
 
-Nothing runs in parallel, so no part waits for another; on a cluster, `cluster/loop.py` takes the place of `Loop`.
+Only environments work beside it (`rollout/rounds.py`). On a cluster, `cluster/loop.py` takes the place of `Loop`.
 Weights move in one place, `load_weights`, once per version that samples. A token sampled at version v is trained on
-only at versions v .. v + max_staleness; then the buffer drops it.
-A step is a pure function of (config, weights, state), so a resumed run repeats an uninterrupted one bit for bit.
+only at versions v .. v + max_staleness; then the buffer drops it. A step is a pure function of (config, weights, state)
+and of what environments answer, not of when. So a resumed run repeats an uninterrupted one bit for bit.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from bapo.config.run import Config
 from bapo.learn.learner import Learns, Update
 from bapo.models import Policy
 from bapo.process.stops import StopAsked
+from bapo.rollout import rounds
 from bapo.rollout.engine import Engine
 from bapo.rollout.scheduler import Scheduler, new_group
 from bapo.runs.ledger import Ledger
@@ -63,7 +64,7 @@ class Loop:
         admitted = admit(parts, state)
         load_weights(parts)
         with view.doing("sampling") as tell:
-            rollout = parts.scheduler.run(parts.engine, tell=tell)
+            rollout = rounds.run(parts.scheduler, parts.engine, tell=tell)
         try:
             with view.doing("scoring") as tell:
                 scored = score(rollout.groups, parts.task, parts.policy.transcript, parts.overlong, tell)
@@ -77,9 +78,8 @@ class Loop:
         sampled = time.perf_counter()
         with view.doing("learning") as tell:
             updates = list(learn(parts, state, tell))
-        times = (began, sampled, time.perf_counter())
+        times, metrics = (began, sampled, time.perf_counter()), (rollout.metrics, parts.buffer.metrics(), admitted)
         state.step += 1
-        metrics = rollout.metrics, parts.buffer.metrics(), admitted
         record = recorded(state.step, rollout.groups, scored, metrics, updates, times, rollout.dropped)
         return replace(record, scored=with_given_up(scored, rollout, parts.policy.decode))
 

@@ -13,6 +13,7 @@ from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.packing import pack
 from bapo.models import load_policy
 from bapo.models.layers import LoraSettings
+from bapo.rollout import rounds
 from bapo.rollout.engine import Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.scheduler import Scheduler, new_group
@@ -67,7 +68,7 @@ def sampled(sampler, *, temperature=1.0, version=0, contexts=None, top_p=1.0):
         scheduler.admit([group])
     engine = LocalEngine(sampler, slots=2 * PROMPTS)
     engine.load(sampler.named_parameters(), version=version)
-    return scored(scheduler.run(engine).groups)
+    return scored(rounds.run(scheduler, engine).groups)
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from bapo.environments.conversations import Conversations, reward_of, turns_of
 from bapo.environments.episode import Answer
 from bapo.evaluate.sampling import sample
+from bapo.rollout import rounds
 from bapo.rollout.engine import Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.scheduler import Scheduler, new_group
@@ -60,7 +61,7 @@ def scheduler(
 
 def run(one: Scheduler, version: int = 0):
     ENGINE.load(ENGINE.model.named_parameters(), version=version)
-    return one.run(ENGINE)
+    return rounds.run(one, ENGINE)
 
 
 def finished(environments: Ruled, **options: object) -> list[Group]:
@@ -143,8 +144,63 @@ def test_a_context_that_is_written_anew_keeps_to_the_room_that_the_model_has():
     assert any(len(t.prompt + t.tokens) > 9 for t in group.trajectories)
 
 
-def test_what_is_sampled_does_not_depend_on_when_answers_come():
-    assert everything(finished(Ruled(echo))) == everything(finished(Ruled(echo, late=4)))
+@pytest.mark.parametrize("budget", [None, 50])
+def test_what_is_sampled_does_not_depend_on_when_answers_come(budget, monkeypatch):
+    """Not even where an environment fails, in the last bit, and in what is counted."""
+    monkeypatch.setattr("bapo.rollout.rounds.TURN_SECONDS", 0)  # a look at every token
+
+    def rule(turn: str, number: int) -> Answer:
+        return Answer(failure="it broke") if turn.startswith(("29", "17")) else echo(turn, number)
+
+    def played(late: int) -> object:
+        one = scheduler(Ruled(rule, late=late), retries=1, token_budget=budget, max_age=2)
+        one.admit(groups(6))
+        runs = [run(one, version) for version in range(4)]
+        return [(everything(each.groups), everything(each.dropped), each.metrics, each.causes) for each in runs]
+
+    at_once = played(0)
+    assert any(found for found, *_ in at_once)
+    assert any(dropped for _, dropped, *_ in at_once)
+    assert played(3) == at_once
+    assert played(30) == at_once
+
+
+def test_others_are_sampled_while_an_environment_works(monkeypatch):
+    monkeypatch.setattr("bapo.rollout.rounds.TURN_SECONDS", 0)
+    asked, meanwhile = {}, []
+
+    class Watched(Ruled):
+        def act(self, key: str, turn: str) -> None:
+            asked[key] = one.totals().sampled_tokens
+            super().act(key, turn)
+
+        def collect(self, timeout: float) -> list[tuple[str, Answer]]:
+            answers = super().collect(timeout)
+            meanwhile.extend(one.totals().sampled_tokens - asked.pop(key) for key, _ in answers if key in asked)
+            return answers
+
+    one = scheduler(Watched(echo, late=12))
+    one.admit(groups(6))
+    assert len(run(one).groups) == 6
+    assert len(meanwhile) > 30
+    assert sum(tokens > 0 for tokens in meanwhile) > len(meanwhile) / 2
+
+
+class Tireless(LocalEngine):
+    """It never rests, as an engine in other processes."""
+
+    resting = None
+
+
+def test_an_engine_that_never_rests_is_given_a_response_as_soon_as_it_is_answered(monkeypatch):
+    monkeypatch.setattr("bapo.rollout.rounds.TURN_SECONDS", 0)
+    engine = Tireless(ENGINE.model, slots=4)
+    engine.load(ENGINE.model.named_parameters(), version=0)
+    one, expected = scheduler(Ruled(echo, late=5)), finished(Ruled(echo))
+    one.admit(groups())
+    for got, want in zip(rounds.run(one, engine).groups, expected, strict=True):
+        assert_sound(got)
+        assert [t.tokens for t in got.trajectories] == [t.tokens for t in want.trajectories]
 
 
 def test_an_opening_is_in_the_prompt():

@@ -14,6 +14,7 @@ from bapo.learn.diagnostics import Output, response_ess
 from bapo.learn.learner import Learner
 from bapo.learn.learner_settings import LearnerSettings, learning_rate
 from bapo.learn.packing import pack
+from bapo.rollout import rounds
 from bapo.rollout.engine import Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.scheduler import Scheduler, new_group
@@ -35,7 +36,7 @@ def sampled_groups(policy, count=4, temperature=0.8, version=0):
     scheduler.admit(new_group(i, Problem(str(i), "", None), [3, 4 + i], responses=3, seed=7) for i in range(count))
     engine = LocalEngine(policy, slots=8)
     engine.load(policy.named_parameters(), version=version)
-    groups = scheduler.run(engine).groups
+    groups = rounds.run(scheduler, engine).groups
     for group in groups:
         for index, trajectory in enumerate(group.trajectories):
             trajectory.reward = float(index == group.id % 3)

@@ -157,10 +157,14 @@ def test_a_caller_that_fails_leaves_the_engine_free(make, monkeypatch):
     monkeypatch.setattr("bapo.rollout.cuda.engine.LOOK", 1)
     engine = loaded(make)
 
-    with pytest.raises(ZeroDivisionError), left_idle(engine):
-        engine.submit(requests(tokens=40), SAMPLING)
-        next(sampled(engine, [10]))
-        1 / 0  # noqa: B018
+    def fail() -> None:
+        with left_idle(engine):
+            engine.submit(requests(tokens=40), SAMPLING)
+            next(sampled(engine, [10]))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert len(sitting(engine, requests(), SAMPLING, version=4)) == 4
 
 
@@ -179,6 +183,7 @@ def count_loads(monkeypatch) -> list[int]:
 
 
 def test_a_rollout_of_several_submissions_copies_the_weights_once(monkeypatch):
+    from bapo.rollout import rounds
     from bapo.rollout.scheduler import Scheduler, new_group
     from bapo.types import Problem
 
@@ -194,6 +199,6 @@ def test_a_rollout_of_several_submissions_copies_the_weights_once(monkeypatch):
     for version in range(2):
         scheduler.admit([new_group(version, Problem(str(version), "", None), [5, 6], responses=2, seed=version)])
         engine.load(engine.model.named_parameters(), version=version)
-        scheduler.run(engine)
+        rounds.run(scheduler, engine)
     assert submissions == [2, 2, 2]
     assert copies == [len(list(engine.model.parameters()))] * 2

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bapo.rollout import rounds
 from bapo.rollout.engine import NOTHING_LOADED, Request, Sampled, Sampling, Segment, TellSampled
 from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.randomness import response_seed
@@ -74,7 +75,7 @@ class CountingEngine:
 def run(scheduler: Scheduler, engine: Any, *, version: int, tell: TellSampled | None = None) -> Rollout:
     """One run with the weights of this version."""
     engine.load(engine.model.named_parameters() if engine is ENGINE else [], version=version)
-    return scheduler.run(engine, tell=tell)
+    return rounds.run(scheduler, engine, tell=tell)
 
 
 def counted_group(id: int, *lengths: int) -> Group:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bapo.rollout import rounds
 from bapo.rollout.cuda.engine import GraphEngine
 from bapo.rollout.engine import Request, Sampling
 from bapo.rollout.local.engine import LocalEngine
@@ -125,10 +126,10 @@ def test_parked_responses_and_checkpoints_keep_their_masses():
             state = scheduler.state_dict()
             scheduler.load_state_dict(state)
             back = scheduler.bookmark()
-            scheduler.run(engine)
+            rounds.run(scheduler, engine)
             back()
             assert scheduler.state_dict() == state
-            groups += scheduler.run(engine).groups
+            groups += rounds.run(scheduler, engine).groups
         return groups
 
     whole, parts = sampled(0.9, 1000), sampled(0.9, 10)

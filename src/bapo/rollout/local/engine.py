@@ -1,9 +1,10 @@
 """The general in-process engine: samples from any transformers causal LM, with the weights the learner holds right now.
 
 It is given a loaded model and keeps no copy of it. `load` copies only the weights that are not already in place, so
-nothing moves if the learner trains the same model. The work happens inside `collect`. Requests wait in line for a fixed number of slots; contexts are prefilled together; then every step feeds the
-last token of each slot and samples the next. A response that ends frees its slot for the next in line, so no response
-waits for the longest. The rows have different positions and lengths; `columns.py` explains how they share a cache.
+nothing moves if the learner trains the same model. The work happens inside `collect`. Requests wait in line for a fixed
+number of slots; contexts are prefilled together; then every step feeds the last token of each slot and samples the
+next. A response that ends frees its slot for the next in line, so no response waits for the longest. The rows have
+different positions and lengths; `cache.py` explains how they share a cache.
 Nothing survives the row: a response that comes back, in its next turn or after it was parked, is prefilled again.
 
 What is exact. Each log-prob belongs to the sampled token under the distribution it was drawn from: it is the float32

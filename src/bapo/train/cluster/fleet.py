@@ -335,8 +335,8 @@ class Fleet:
             for place in range(len(self.line)):
                 fit[place % len(fit)].portion.append(self.line.popleft())
         elif not self.even:
-            for member in fit:
-                member.portion += [self.line.popleft() for _ in range(self._room(member, len(fit)))]
+            for place, member in enumerate(fit):
+                member.portion += [self.line.popleft() for _ in range(self._room(member, len(fit) - place))]
 
     def _is_fit(self, member: Member) -> bool:
         """Whether it can be given requests."""

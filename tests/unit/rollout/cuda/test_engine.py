@@ -15,7 +15,7 @@ from bapo.rollout.cuda.decoder import unsupported
 from bapo.rollout.cuda.engine import GraphEngine
 from bapo.rollout.cuda.graphs import Pool, batch_sizes
 from bapo.rollout.cuda.kernels.sampling import sample
-from bapo.rollout.engine import Request, Sampling
+from bapo.rollout.engine import Request, Sampling, Segment
 from bapo.rollout.local.engine import LocalEngine, engine_for
 from bapo.types import Status
 from tests.rollouts import (
@@ -81,6 +81,42 @@ def test_parked_responses_go_on_where_they_stopped(parked):
         ]
     assert not rest
     assert pieces == tokens_of(whole)
+
+
+@pytest.mark.numeric
+def test_a_response_that_comes_back_in_its_turn_is_prefilled_with_what_was_said_alone(monkeypatch):
+    """Three responses on two slots: each ends a turn, is told three tokens, and goes on as in a full pass."""
+    model, stops = shallow(), Sampling(0.8, frozenset(range(4, 20)))
+    engine, prefilled = GraphEngine(model, slots=2), []
+    plain = Pool.prefill
+    watched = lambda pool, contexts: (prefilled.extend(len(c) - n for n, c in contexts.values()), plain(pool, contexts))  # noqa: E731
+    monkeypatch.setattr(Pool, "prefill", watched)
+    engine.load(model.named_parameters(), version=0)
+    going = {index: Request([5, 6, 7 + index], 0, index, 9, id=index) for index in range(3)}
+    parts, told = {index: [] for index in going}, 0
+    engine.submit(list(going.values()), stops, turns=True)
+    while going:
+        back = []
+        while not engine.resting:
+            for id, segment in engine.collect(0):
+                parts[id].append((going[id], segment))
+                going[id] = resumed(going[id], segment)
+                if segment.status is not None:
+                    if segment.status is Status.STOPPED and going[id].max_new_tokens > 3:
+                        back.append(id)
+                    else:
+                        del going[id]
+        for id in back:
+            going[id] = resumed(going[id], Segment([8, 9, 10]))
+            told += 1
+        engine.submit([going[id] for id in back], stops, turns=True)
+    assert told > 2
+    assert sorted(prefilled) == [2] * 3 + [3] * told
+    engine.park()
+    assert engine.collect() == []
+    assert engine.pool.pages.free == len(engine.pool.pages._owners) - 1
+    for listed in parts.values():
+        assert_matches_teacher_forcing(model, [r for r, _ in listed], [s for _, s in listed], 0.8)
 
 
 @pytest.mark.parametrize("budget", [None, 5])
@@ -262,7 +298,7 @@ def test_responses_wait_for_pages_and_lose_nothing(small_pages, monkeypatch):
     whole = sitting(GraphEngine(model, slots=2), requests, Sampling(0.8))
     engine = GraphEngine(model, slots=2, cache_tokens=24)  # the second response has to wait for its second page
     segments = sitting(engine, requests, Sampling(0.8))
-    assert [list(batch.values()) for batch in prefilled] == [[[6, *whole[1].tokens[:7]]]]
+    assert [list(batch.values()) for batch in prefilled] == [[(0, [6, *whole[1].tokens[:7]])]]
     assert tokens_of(segments) == tokens_of(whole)
     assert_matches_teacher_forcing(model, requests, segments, 0.8)
     for found, expected in zip(segments, whole, strict=True):

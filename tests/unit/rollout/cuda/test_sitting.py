@@ -222,7 +222,7 @@ def test_small_pools_make_responses_wait_for_others_to_end():
 
 
 def converse(pool, requests, deadline=None):
-    """A sitting in turns: whoever stopped is told two tokens, and comes back a round later. Returns what all sampled."""
+    """A sitting in turns: whoever stopped is told two tokens, and comes back a round later. What all have sampled."""
     going = {request.id: request for request in requests}
     turns = {request.id: [[]] for request in requests}
     how = {"stretch": 2, "prefill_tokens": 20, "keep": False, "kept": {}, "turns": True}
