@@ -29,6 +29,36 @@ def score(response, answer):
     """Four rewards, as good as random, that only the text decides."""
     return zlib.crc32(response.encode()) % 4 / 3
 '''
+GAME = '''
+import os
+import time
+import zlib
+
+
+class Echo:
+    """A game of three turns. Each answer takes another time, and what it says depends on the turns alone."""
+
+    def reset(self, seed):
+        self.turns = [str(seed)]
+        return f"{seed % 8}+{seed % 5}="
+
+    def step(self, text):
+        time.sleep(os.urandom(1)[0] / 4000)
+        self.turns.append(text)
+        chance = zlib.crc32("|".join(self.turns).encode())
+        return "1+" * (chance % 3), chance % 4 / 3, len(self.turns) == 4
+'''
+DATA = """
+task.name = "data"
+task.train = ["../world/train.jsonl"]
+task.test = ["../world/test.jsonl"]
+task.reward = "campaign_reward:score"
+"""
+PLAYED = """
+task.environment = "campaign_game:Echo"
+task.environment_train = 40
+task.environment_test = 20
+"""
 TRAIN = """
 steps = {steps}
 threads = 1
@@ -36,11 +66,8 @@ device = "cpu"
 checkpoint_every = {every}
 out = "run"
 model.path = "../world/model"
-task.name = "data"
-task.train = ["../world/train.jsonl"]
-task.test = ["../world/test.jsonl"]
-task.reward = "campaign_reward:score"
-rollout = {{ prompts = 3, responses = 4, max_tokens = 12, slots = 8 }}
+{task}
+rollout = {{ prompts = 3, responses = 4, max_tokens = {tokens}, slots = 8 }}
 offpolicy = {{ reuse = 2, replay_fraction = 0.3, partial_budget = 100 }}
 learn = {{ batch_groups = 3, lr = 1e-3 }}
 eval = {{ problems = 3, k = 2, every = 2 }}
@@ -103,6 +130,7 @@ class Setting:
 SETTINGS = (
     Setting("train", ("train", "../world/train.toml"), True, "summary.json", 16),
     Setting("train, a checkpoint every 2", ("train", "../world/train-2.toml"), True, "summary.json", 8),
+    Setting("train, a game", ("train", "../world/game.toml"), True, "summary.json", 6),
     Setting("train, embedded", tuple(DEMO), True, "summary.json", 1),
     Setting("sft", ("sft", "../world/sft.toml"), True, "summary.json", 14),
     Setting("eval", tuple(EVAL), False, "results.json", 10),
@@ -137,8 +165,9 @@ def make_world(root: Path) -> None:
     _write_rows(world / "train.jsonl", problems[:40])
     _write_rows(world / "test.jsonl", problems[40:60])
     _write_rows(world / "sums.jsonl", [{"prompt": p["prompt"], "response": p["answer"]} for p in problems])
-    (world / "train.toml").write_text(TRAIN.format(steps=5, every=1))
-    (world / "train-2.toml").write_text(TRAIN.format(steps=6, every=2))
+    (world / "train.toml").write_text(TRAIN.format(steps=5, every=1, task=DATA, tokens=12))
+    (world / "train-2.toml").write_text(TRAIN.format(steps=6, every=2, task=DATA, tokens=12))
+    (world / "game.toml").write_text(TRAIN.format(steps=5, every=1, task=PLAYED, tokens=30))
     (world / "sft.toml").write_text(SFT)
     (world / "grid.toml").write_text(GRID)
 
@@ -163,6 +192,7 @@ def make_case(path: Path) -> Path:
     """A new directory for one case."""
     path.mkdir()
     (path / "campaign_reward.py").write_text(REWARD)
+    (path / "campaign_game.py").write_text(GAME)
     return path
 
 

@@ -57,15 +57,17 @@ class PlayedTask:
             chosen if chosen in FORMATS or ":" in chosen else "",
             named,
         )
-        self.environments = Hosted(
+        self.hosted = Hosted(
             recipe,
             seconds=task.tool_seconds,
             memory_mb=task.tool_memory_mb,
             observation_tokens=task.observation_tokens,
             rows=rows,
         )
+        self.environments: Environments = self.hosted
+        """The same, or all ranks' together."""
         try:
-            about = self.environments.about
+            about = self.hosted.about
             if task.name == "environment":
                 self.train, self.test = (
                     _seeds(task, part, count, list(about))
@@ -75,28 +77,28 @@ class PlayedTask:
             self.script = PolicyScript(
                 policy, tools=tools, observation_tokens=task.observation_tokens, forks=task.history == "fork"
             )
-            self.environments.shown = self.script.shown
+            self.hosted.shown = self.script.shown
             if any(tools.values()):
-                self.environments.calls = self.script.calls_for(chosen)
+                self.hosted.calls = self.script.calls_for(chosen)
             self.graded = graded = all(each["rewards"] for each in about.values())
             """Whether environments give rewards, and no verifier is asked."""
-            left = [name for name in task.rewards if name not in self.environments.grading]
+            left = [name for name in task.rewards if name not in self.hosted.grading]
             refuse(
                 (
                     graded and left and "reward" in task.changed(),
-                    f"task.reward={', '.join(left)} would score nothing: {self.environments.name} has rewards of its "
+                    f"task.reward={', '.join(left)} would score nothing: {self.hosted.name} has rewards of its "
                     "own. Leave it out, or remove get_reward.",
                 ),
                 (
                     not graded and not self._answers(),
-                    f"{self.environments.name} gives no reward, and there are no answers to compare with. Give it a "
+                    f"{self.hosted.name} gives no reward, and there are no answers to compare with. Give it a "
                     "method get_reward, set task.reward to a function that takes environments, or give data whose "
                     "rows have an answer.",
                 ),
             )
             self._verifier = None if graded else verifier()
         except BaseException:
-            self.environments.close()
+            self.hosted.close()
             raise
 
     def scores(self, responses: Sequence[tuple[Problem, str]]) -> list[Score]:
@@ -107,7 +109,7 @@ class PlayedTask:
 
     def close(self) -> None:
         """End the processes of episodes, and those of the verifier."""
-        self.environments.close()
+        self.hosted.close()
         if self._verifier is not None:
             self._verifier.close()
 
@@ -176,7 +178,7 @@ def _seeds(task: TaskConfig, part: str, count: int, names: Sequence[str]) -> lis
 
 def rehearse(task: PlayedTask, policy: Policy) -> Iterator[tuple[str, str]]:
     """The first problem's episode with a turn that nobody sampled, in words: for a tool, a call with any arguments."""
-    problem, environments, script = task.train[0], task.environments, task.script
+    problem, environments, script = task.train[0], task.hosted, task.script
     schemas = environments.about[str(problem.extra.get("environment", ""))]["tools"]
     turn = _called(schemas[0]["function"], task.tool_format) if schemas else "0"
     environments.begin(REHEARSAL, problem)

@@ -21,7 +21,7 @@ from bapo.rollout.engine import Engine, Sampled, TellSampled, left_idle, sampled
 from bapo.rollout.scheduler import Rollout, Scheduler, Work, give_up
 from bapo.types import Trajectory
 
-ANSWER_SECONDS = 1.0
+ANSWER_SECONDS = 0.25
 """How long a run waits for environments before it tells how far it is."""
 TURN_SECONDS = 0.05
 """How long the engine samples before a run looks who has ended a turn, and who was answered."""

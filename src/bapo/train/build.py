@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 
@@ -33,7 +34,7 @@ from bapo.tasks.task import ProblemStream, Task
 from bapo.tasks.verify.scorers import DataTask, Verifier, check_answers, open_scorer, overlong_penalty
 from bapo.train.loop import Parts
 from bapo.train.machine import learner_settings, make_policy, on_the_cpu, slow_precision
-from bapo.train.torchrun import ALONE, SharedEngine, SharedTask, Team, make_learner
+from bapo.train.torchrun import ALONE, SharedEngine, SharedEnvironments, SharedTask, Team, make_learner
 from bapo.types import Problem
 
 UNKNOWN = 0.2
@@ -57,6 +58,9 @@ def build(config: Config, team: Team = ALONE, data: TaskData | None = None) -> P
     config = config.model_copy(update={"eval": config.eval.among(len(task.test))})
     if wrong := list(misfits(config, policy, task)):
         raise ConfigError("\n".join(wrong))
+    if team.size > 1 and isinstance(task, PlayedTask):
+        task.environments = SharedEnvironments(task.environments, team)
+    conversations = partial(conversations_of, task, config.task, policy, config.rollout.max_tokens)
     off = config.offpolicy
     scheduler = Scheduler(
         Sampling(stop_ids=policy.stop_ids, **config.rollout.sampling),
@@ -66,7 +70,7 @@ def build(config: Config, team: Team = ALONE, data: TaskData | None = None) -> P
         over_age=off.partial_over_age,
         versions_per_run=config.updates_per_step,
         record=ledger.record,
-        conversations=conversations_of(task, config.task, policy, config.rollout.max_tokens),
+        conversations=conversations(),
     )
     buffer = Buffer(
         batch_groups=config.learn.batch_groups,
@@ -83,9 +87,9 @@ def build(config: Config, team: Team = ALONE, data: TaskData | None = None) -> P
         record=ledger.record,
     )
     stream = ProblemStream(task.train, seed=config.seed)
-    engine, learner, close = _workers(config, policy, task, team)  # last: whoever starts a cluster must end it
+    engine, learner, ending = _workers(config, policy, task, team)  # last: whoever starts a cluster must end it
     if isinstance(task, PlayedTask):
-        close = task.close  # and there is no cluster
+        ending.callback(task.close)
     return Parts(
         config=config,
         task=task if team.size == 1 else SharedTask(task, team),
@@ -104,18 +108,14 @@ def build(config: Config, team: Team = ALONE, data: TaskData | None = None) -> P
         scheduler=scheduler,
         buffer=buffer,
         learner=learner,
+        conversations=conversations,
         ledger=ledger,
-        close=close,
+        close=ending.close,
     )
 
 
-def _workers(config: Config, policy: Policy, task: Task, team: Team) -> tuple[Engine, Learns, Callable[[], None]]:
+def _workers(config: Config, policy: Policy, task: Task, team: Team) -> tuple[Engine, Learns, ExitStack]:
     """Who samples and who learns, in this process, with the ranks beside it or in a cluster, and what ends them."""
-    if config.task.plays and (config.cluster.on or team.size > 1):
-        raise ConfigError(
-            "task.environment and task.tools are for one process that samples and learns. Start the run without "
-            "torchrun, and leave cluster.rollouts out."
-        )
     if config.cluster.on:
         if team.size > 1:
             raise ConfigError(
@@ -147,7 +147,7 @@ def _workers(config: Config, policy: Policy, task: Task, team: Team) -> tuple[En
     learner = make_learner(model, learner_settings(config), config, team)
     if kept is not None:
         learner.reference = Reference(kept, learner.whole, learner.settings)
-    return engine, learner, lambda: None
+    return engine, learner, ExitStack()
 
 
 def make_task(config: Config, policy: Policy, data: TaskData | None = None) -> tuple[Task, list[str]]:

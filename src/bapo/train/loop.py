@@ -3,10 +3,9 @@
     new problems join the parked ones; the engine loads the learner's weights and samples within its budget; finished
     groups are scored and enter the buffer; the learner takes one update per draw until the passes over them are done.
 
-Only environments work beside it (`rollout/rounds.py`). On a cluster, `cluster/loop.py` takes the place of `Loop`.
-Weights move in one place, `load_weights`, once per version that samples. A token sampled at version v is trained on
-only at versions v .. v + max_staleness; then the buffer drops it. A step is a pure function of (config, weights, state)
-and of what environments answer, not of when. So a resumed run repeats an uninterrupted one bit for bit.
+Only environments work beside it (`rollout/rounds.py`). On a cluster, `cluster/loop.py` takes the place of `Loop`. A
+token sampled at version v is trained on only at versions v .. v + max_staleness; then the buffer drops it. A step is a
+pure function of (config, weights, state), whenever environments answer: a resumed run repeats it bit for bit.
 """
 
 from __future__ import annotations
@@ -48,6 +47,7 @@ class Parts:
     buffer: Buffer
     learner: Learns
     ledger: Ledger = field(default_factory=Ledger)
+    conversations: Callable[[], Any] = lambda: None  # makes the `Conversations` of an evaluation; None without turns
     close: Callable[[], None] = lambda: None  # ends what was started for this run
 
 

@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, Any, cast
 from bapo.config.errors import CheckpointError, VerifierFailed
 from bapo.config.numerals import counted
 from bapo.config.run import Config
-from bapo.environments.played import conversations_of
 from bapo.evaluate import evaluate
 from bapo.learn.learner import Learner, Update
 from bapo.models import prompt_text
@@ -245,7 +244,7 @@ class Training(Job):
                 max_tokens=config.rollout.max_tokens,
                 seed=config.seed,
                 tell=tell,
-                conversations=conversations_of(parts.task, config.task, parts.policy, config.rollout.max_tokens),
+                conversations=parts.conversations(),
             )
         if result.failures == result.problems * result.k:
             raise VerifierFailed(result.failures, result.first_failure, f"of the evaluation after step {step}")

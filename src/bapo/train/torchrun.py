@@ -7,6 +7,7 @@ results are exchanged at once, so all ranks know the same and decide the same:
                weights, and is given all segments (`SharedEngine`). A token budget is divided, too
     scoring    each rank scores its part of the responses (`SharedTask`). A verifier may time out, so nobody repeats the
                work of another
+    answering  each rank has a part of the environments, and is given all answers (`SharedEnvironments`)
     learning   all ranks take every update together (`learn/fsdp.py`)
     files      the first rank writes logs, screen, summary and model; all write their shards of a checkpoint
 
@@ -28,6 +29,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -41,6 +43,7 @@ from torch import Tensor
 from bapo.config.errors import ConfigError, RankFailed
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
+from bapo.environments.episode import Answer, Environments
 from bapo.learn.fsdp import ShardedLearner
 from bapo.learn.learner import Learner
 from bapo.learn.learner_settings import LearnerSettings
@@ -242,6 +245,45 @@ class SharedEngine:
     def park(self) -> None:
         """Return unfinished requests as parked."""
         self.engine.park()
+
+
+class SharedEnvironments:
+    """The environments of all ranks as one: each has a part of the episodes, and every rank is given all answers."""
+
+    def __init__(self, environments: Environments, team: Team) -> None:
+        self.environments, self.team = environments, team
+        self.name, self.turn_ends, self.at_once = environments.name, environments.turn_ends, environments.at_once
+
+    def begin(self, key: str, problem: Problem, state: Any = None) -> None:
+        """Start an episode of this rank's."""
+        if self._has(key):
+            self.environments.begin(key, problem, state)
+
+    def act(self, key: str, turn: str) -> None:
+        """Give an episode of this rank's a turn."""
+        if self._has(key):
+            self.environments.act(key, turn)
+
+    def grade(self, key: str) -> None:
+        """Ask an episode of this rank's for its reward."""
+        if self._has(key):
+            self.environments.grade(key)
+
+    def collect(self, timeout: float) -> list[tuple[str, Answer]]:
+        """What was answered on any rank."""
+        parts = self.team.share(lambda: [(key, vars(answer)) for key, answer in self.environments.collect(timeout)])
+        return [(key, Answer(**answer)) for part in parts for key, answer in part]
+
+    def end(self, key: str) -> None:
+        """Forget an episode."""
+        self.environments.end(key)
+
+    def close(self) -> None:
+        """End what this rank has started."""
+        self.environments.close()
+
+    def _has(self, key: str) -> bool:
+        return zlib.crc32(key.encode()) % self.team.size == self.team.rank
 
 
 class SharedTask:

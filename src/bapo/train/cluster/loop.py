@@ -264,7 +264,7 @@ class AsyncLoop(Loop):
 # The processes.
 
 
-def start_cluster(config: Config, policy: Policy, task: Task) -> tuple[Fleet, RemoteLearner, Callable[[], None]]:
+def start_cluster(config: Config, policy: Policy, task: Task) -> tuple[Fleet, RemoteLearner, ExitStack]:
     """Start Ray or join it, reserve places, and start all actors. Returns what ends them as well."""
     chosen, given = config.cluster, config.model_dump(mode="json")
     cuda = 1.0 if config.device == "cuda" else 0.0
@@ -295,10 +295,14 @@ def start_cluster(config: Config, policy: Policy, task: Task) -> tuple[Fleet, Re
     ending = ExitStack()
     for part in (cluster, learner, fleet):  # the last one ends first, and all of them end
         ending.callback(part.close)
-    return fleet, learner, ending.close
+    return fleet, learner, ending
 
 
 def probe_contexts(policy: Policy, task: Task) -> list[list[int]]:
-    """What probes continue: prompts that are cut at various places, because the ends of prompts are often alike."""
-    prompts = [policy.encode(problem.prompt)[:PROBE_TOKENS] for problem in task.train[:PROBE_CONTEXTS]]
+    """What probes continue: prompts that are cut at various places, because the ends of prompts are often alike.
+
+    A prompt that only its environment knows is replaced by a stop token.
+    """
+    nothing = [min(policy.stop_ids)]
+    prompts = [policy.encode(problem.prompt)[:PROBE_TOKENS] or nothing for problem in task.train[:PROBE_CONTEXTS]]
     return [prompt[: max(1, len(prompt) * (place + 1) // len(prompts))] for place, prompt in enumerate(prompts)]
