@@ -237,7 +237,7 @@ def test_an_empty_summary_or_model_is_not_a_complete_run(name, whole, tmp_path):
 
 
 def test_an_older_checkpoint_is_one_flag_away(stopped, whole):
-    weights = stopped / "checkpoints" / "step-000004" / "model.safetensors"
+    weights = stopped / "checkpoints" / "step-000004" / "shard-00001.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     assert f"bapo resume {stopped} --from step-000002" in refused(stopped)
     assert "has no such checkpoint. It has step-000002, step-000004" in refused(stopped, "--from", "step-000003")

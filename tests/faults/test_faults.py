@@ -182,13 +182,13 @@ def test_damaged_and_missing_checkpoints_are_named(uninterrupted, tmp_path):
     out = shutil.copytree(uninterrupted, tmp_path / "run")
     (out / "summary.json").unlink()
     newest = sorted((out / "checkpoints").glob("step-*"))[-1]
-    weights = newest / "model.safetensors"
+    weights = newest / "shard-00001.safetensors"
     content = bytearray(weights.read_bytes())
     content[len(content) // 2] ^= 1
     weights.write_bytes(content)
     result = bapo("resume", out)
     assert result.returncode == 3
-    assert "model.safetensors changed since it was written" in result.stderr
+    assert "shard-00001.safetensors changed since it was written" in result.stderr
     assert f"bapo resume {out} --from step-" in result.stderr
     (newest / "manifest.json").unlink()
     assert bapo("resume", out).returncode == 3

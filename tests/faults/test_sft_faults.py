@@ -130,7 +130,7 @@ def test_changed_data_and_damaged_checkpoints_are_refused(sources, uninterrupted
     result = bapo("resume", out)
     assert (result.returncode, "other.jsonl" in result.stderr) == (2, True)
     (out / "config.json").write_text(json.dumps(config))
-    weights = sorted((out / "checkpoints").glob("step-*"))[-1] / "model.safetensors"
+    weights = sorted((out / "checkpoints").glob("step-*"))[-1] / "shard-00001.safetensors"
     content = bytearray(weights.read_bytes())
     content[len(content) // 2] ^= 1
     weights.write_bytes(content)

@@ -41,7 +41,7 @@ def settings(out):
 
 def reference_of(out, step):
     """The weights of a reference that moves, in the checkpoint after this step."""
-    kept = load_file(out / "checkpoints" / f"step-{step:06d}" / "optimizer.safetensors")
+    kept = load_file(out / "checkpoints" / f"step-{step:06d}" / "shard-00001.safetensors")
     return {name: weight for name, weight in kept.items() if name.startswith("reference.")}
 
 

@@ -234,8 +234,8 @@ def test_a_bfloat16_run_keeps_float32_masters_and_resumes_bit_for_bit(tmp_path):
     whole = run(tmp_path, "whole", model={"dtype": "bfloat16"}, steps=2, checkpoint_every=1, **few)
     assert len(updates(whole[0])) == 2
     assert {tensor.dtype for tensor in whole[1].values()} == {torch.bfloat16}
-    state = load_file(whole[2] / "checkpoints" / "step-000002" / "optimizer.safetensors")
-    masters = [tensor for name, tensor in state.items() if name.endswith(".master")]
+    state = load_file(whole[2] / "checkpoints" / "step-000002" / "shard-00001.safetensors")
+    masters = [tensor for name, tensor in state.items() if name.startswith("weight.")]
     assert len(masters) == len(whole[1])
     assert all(tensor.dtype == torch.float32 for tensor in masters)
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in masters)

@@ -121,7 +121,7 @@ STEP = "checkpoints/step-000001"
 PLACES = [
     *(
         (name, INSTEAD_OF_A_FILE)
-        for name in (*FILES, *(f"{STEP}/{name}" for name in ("state.json", "model.safetensors")))
+        for name in (*FILES, *(f"{STEP}/{name}" for name in ("state.json", "shard-00001.safetensors")))
     ),
     *((name, INSTEAD_OF_A_FOLDER) for name in (*FOLDERS, STEP, "checkpoints/step-000002.partial")),
 ]
@@ -428,9 +428,13 @@ def test_logs_whose_checksums_agree_and_whose_lines_are_none_are_refused_before_
     assert {path: path.read_bytes() for path in killed.rglob("*") if path.is_file()} == before
 
 
-def test_moments_with_names_that_are_none_are_refused_with_words(killed, capsys):
-    path, manifest = killed / STEP / "optimizer.safetensors", killed / STEP / "manifest.json"
-    save_file(load_file(path) | {"nodot": torch.zeros(1), "x.master": torch.zeros(1)}, path)
+@pytest.mark.parametrize("kind", ["a name", "a shape", "a number"])
+def test_shards_that_are_none_are_refused_with_words(killed, capsys, kind):
+    path, manifest = killed / STEP / "shard-00001.safetensors", killed / STEP / "manifest.json"
+    shards = load_file(path)
+    first = next(name for name in shards if shards[name].dim() == 2)
+    wrong = {"a name": {"nodot": torch.zeros(1)}, "a number": {first: torch.zeros(())}}
+    save_file(shards | wrong.get(kind, {first: shards[first][:-1].clone()}), path)
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {path.name: files.checksum(path)}))
     assert cli.run(["resume", str(killed)]) == 3
     assert "does not fit this run's model" in capsys.readouterr().err

@@ -40,7 +40,9 @@ def test_a_trained_16_bit_weight_takes_18_bytes():
     gradients = [master.grad for master in optimizer.masters]
     assert weight.grad is None
     optimizer.step(1e-3)
-    moments = [tensor for name, tensor in optimizer.tensors().items() if tensor.numel() == weight.numel()]
+    moments = [
+        moment for moment in optimizer.moments(optimizer.masters[0]).values() if moment.numel() == weight.numel()
+    ]
     held = {tensor.data_ptr(): tensor for tensor in [weight, *optimizer.masters, *gradients, *moments]}
     assert sum(tensor.numel() * tensor.element_size() for tensor in held.values()) == 18 * weight.numel()
 

@@ -136,7 +136,7 @@ def _machine() -> Iterator[Finding]:
     yield Finding(
         "disk",
         f"{free / GIB:.1f} GiB free in {Path.cwd()}",
-        "A checkpoint takes 14 bytes per trained parameter. Choose another disk with --out." if free < 5 * GIB else "",
+        "A checkpoint takes 12 bytes per trained parameter. Choose another disk with --out." if free < 5 * GIB else "",
     )
     shared = Path("/dev/shm")  # noqa: S108 - it is only measured
     if shared.exists():

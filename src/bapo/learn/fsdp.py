@@ -20,7 +20,6 @@ Compiled layers are refused: torch would compile the gathering with them, and no
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +34,6 @@ from bapo.learn.forward import can_pack, layers_of
 from bapo.learn.head import WholeModel
 from bapo.learn.learner import Learner
 from bapo.learn.learner_settings import LearnerSettings
-from bapo.learn.state import save_sharded
 
 
 class ShardedLearner(Learner):
@@ -81,10 +79,6 @@ class ShardedLearner(Learner):
         """Every parameter with its usual name, whole and in the precision of passes, gathered one after the other."""
         for name, parameter in self.model.named_parameters():
             yield name, gathered(parameter.detach().to(self.dtype))
-
-    def save(self, directory: Path) -> None:
-        """Write this rank's shards into a directory that all ranks share. The caller must keep the version."""
-        save_sharded(directory, self.model, self.optimizer, self.noted, self.ranks)
 
 
 def shard(whole: WholeModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:

@@ -283,8 +283,8 @@ class Learner:
             yield name, parameter.detach()
 
     def save(self, directory: Path) -> None:
-        """Write the trained weights and the optimizer's state, if they are finite. The caller must keep the version."""
-        save_state(directory, self.model, self.optimizer, self.noted)
+        """Write what `load` restores, if it is finite: this rank's part of it. The caller must keep the version."""
+        save_state(directory, self.model, self.optimizer, self.noted, self.ranks)
 
     def load(self, directory: Path, *, version: int) -> None:
         """Restore what `save` wrote at this version, also on several ranks. KeyError if it belongs to another model."""

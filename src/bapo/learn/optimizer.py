@@ -161,33 +161,6 @@ class Optimizer:
         """Be as before the first update."""
         self._adamw.state.clear()
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors needed to continue: moments are `index.key`, masters of 16-bit weights are `index.master`."""
-        found = {f"{index}.master": self.masters[index].detach() for index in self._with_master()}
-        for index, master in enumerate(self.masters):
-            for key, value in self.moments(master).items():  # all weights may have the same step, as one tensor
-                found[f"{index}.{key}"] = value.clone() if key == "step" else value
-        return found
-
-    @torch.no_grad()
-    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Restore what `tensors` returned. The weights themselves are restored with the model."""
-        saved = {int(name.split(".", 1)[0]) for name in tensors if name.endswith(".master")}
-        expected = self._with_master()
-        if saved != expected:
-            raise KeyError(f"it has master weights of {len(saved)} parameters instead of {len(expected)}")
-        self.forget_moments()
-        for index, master in enumerate(self.masters):
-            if index in expected:
-                master.copy_(tensors[f"{index}.master"])
-            if f"{index}.exp_avg" in tensors:
-                for key, place in self.make_moments(master).items():
-                    place.copy_(tensors[f"{index}.{key}"])
-
-    def _with_master(self) -> set[int]:
-        """The positions of the weights that have a master beside them."""
-        return {i for i, (w, m) in enumerate(zip(self.weights, self.masters, strict=True)) if m is not w}
-
 
 @torch.no_grad()
 def _move_gradient(master: Parameter, weight: Tensor) -> None:

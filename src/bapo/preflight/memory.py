@@ -7,7 +7,7 @@
     cache         keys and values of all responses in flight: layers x 2 x key heads x head width, per token
     activations   of one forward pass: with activation checkpointing the input of each layer and the working set of one,
                   without it about that working set for every layer
-    disk          a checkpoint has the weights, the masters, the moments and a reference that moves; the oldest one goes
+    disk          a checkpoint has the float32 weights, the moments and a reference that moves; the oldest one goes
                   when a new one is complete; the model is written once more at the end
 
 On a cluster, a rollout actor holds the weights and the cache, and learner ranks share the states. Sampling is divided
@@ -80,7 +80,7 @@ def memory(config: Config, shape: Shape, longest_prompt: int) -> Memory:
     on_device = 6 if config.learn.offload_optimizer else 18
     moves, additions = config.learn.kl_every is not None, bool(config.model.lora.rank)
     reference = float((4 if additions else width) * shape.trained) if config.learn.refers else 0.0
-    saved = (14 if width == 2 else 12) * shape.trained + (reference if moves else 0.0)
+    saved = 12 * shape.trained + (reference if moves else 0.0)
     checkpoints = config.steps if config.checkpoint_minutes else -(-config.steps // config.checkpoint_every)
     return Memory(
         states=(on_device if width == 2 else 16) * shape.trained + width * (shape.parameters - shape.trained),

@@ -1,9 +1,9 @@
 """Checkpoints: all or nothing.
 
-A checkpoint is a directory `checkpoints/step-000040` with the trained weights, the optimizer's moments and float32
-masters (all safetensors), a copy of the run's `config.json`, and `state.json`: the run's identity, the learner's
-version, length and checksum of the logs, and everything else the loop must remember, such as parked responses and the
-data cursor. It is written under another name, every file is flushed to disk and its checksum is kept in
+A checkpoint is a directory `checkpoints/step-000040` with the trained weights and the optimizer's moments
+(`learn/state.py`), a copy of the run's `config.json`, and `state.json`: the run's identity, the learner's version,
+length and checksum of the logs, and everything else the loop must remember, such as parked responses and the data
+cursor. It is written under another name, every file is flushed to disk and its checksum is kept in
 `manifest.json`, and the directory is renamed last. So a directory with the final name is complete, whatever kills the
 process. Loading verifies every checksum, and that of `config.json` is the digest of the configuration.
 

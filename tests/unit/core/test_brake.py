@@ -23,6 +23,7 @@ from bapo.core.tokens import Tokens
 from bapo.learn.learner import Learner
 from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.packing import pack
+from tests.tiny.optimizers import copies_of, put_back
 from tests.unit.core.kernels.test_bounds import DEVICE
 from tests.unit.core.test_loss_uses import stale
 from tests.unit.learn.test_learner import CPU, model, sampled_groups
@@ -324,7 +325,7 @@ def test_the_learner_goes_by_the_drift_of_the_update_before():
     twin = Learner(half, LearnerSettings(objective="grpo", temperature=0.8, micro_tokens=60))
     expected = 0.8 + (1 - 0.8) * first["drift"] / 0.5
     twin.settings = replace(twin.settings, options={"low": 0.8, "high": 1.2, "used_low": expected})
-    twin.optimizer.load_tensors(learner.optimizer.tensors())
+    put_back(twin.optimizer, copies_of(learner.optimizer))
     twin.version = learner.version
     second = learner.step(groups).metrics
     assert second["used_low"] == expected

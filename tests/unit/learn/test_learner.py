@@ -501,7 +501,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     assert update.skipped.cause.startswith("the gradient norm is nan although all log-probs are finite")
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
     assert learner.version == update.version == 1
-    assert not learner.optimizer.tensors()
+    assert not learner.optimizer.moments(learner.optimizer.masters[0])
 
 
 @pytest.mark.parametrize("micro_tokens", [10**6, 40])
@@ -542,7 +542,10 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
     learner = Learner(policy, LearnerSettings(temperature=0.8))
     learner.step(sampled_groups(policy))
     next(iter(learner.optimizer._adamw.state.values()))["exp_avg"][0, 0] = float("nan")
-    with pytest.raises(FloatingPointError, match=r"0\.exp_avg holds a NaN or an infinity, so this state is not saved"):
+    with pytest.raises(
+        FloatingPointError,
+        match=r"exp_avg\.model\.embed_tokens\.weight holds a NaN or an infinity, so this state is not saved",
+    ):
         learner.save(tmp_path)
     assert not list(tmp_path.iterdir())
 

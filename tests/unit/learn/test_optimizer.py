@@ -12,6 +12,7 @@ from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.optimizer import Optimizer
 from tests.tiny.batches import batch_of, flat_batch
 from tests.tiny.models import tiny
+from tests.tiny.optimizers import copies_of, put_back
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -107,21 +108,12 @@ def test_state_is_put_back_exactly(dtype):
     for batch in batches[:2]:
         learner.step_on([batch])
     weights = copy.deepcopy(learner.model.state_dict())
-    kept = {name: tensor.clone() for name, tensor in learner.optimizer.tensors().items()}
-    assert any(name.endswith(".master") for name in kept) == (dtype == BF16)
+    kept = copies_of(learner.optimizer)
     other = Learner(tiny("qwen3").to(dtype), settings)
     other.model.load_state_dict(weights)
-    other.optimizer.load_tensors(kept)
+    put_back(other.optimizer, kept)
     other.version = learner.version
     for batch in batches[2:]:
         assert learner.step_on([batch]).metrics == other.step_on([batch]).metrics
     for ours, theirs in zip(learner.optimizer.masters, other.optimizer.masters, strict=True):
         assert torch.equal(ours, theirs)
-
-
-def test_masters_that_do_not_fit_the_precision_are_refused():
-    half, full = (optimizer(Parameter(torch.ones(2, 2, dtype=dtype))) for dtype in (BF16, FP32))
-    with pytest.raises(KeyError, match="master weights of 0 parameters instead of 1"):
-        half.load_tensors(full.tensors())
-    with pytest.raises(KeyError, match="master weights of 1 parameters instead of 0"):
-        full.load_tensors(half.tensors())

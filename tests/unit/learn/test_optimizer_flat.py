@@ -4,14 +4,16 @@ import copy
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch.testing import assert_close
 
 from bapo.learn.fsdp import ShardedLearner
 from bapo.learn.fused.linear import adjacent
 from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.optimizer import Conveyor, FlatOptimizer, Optimizer, optimizer_for
-from bapo.learn.state import load_sharded, save_sharded
+from bapo.learn.state import load_state, save_state
 from tests.tiny.models import tiny
+from tests.tiny.optimizers import copies_of, put_back, tensors_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS = {"betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -72,7 +74,7 @@ def updated(optimizer, model, updates):
 
 
 def everything(optimizer):
-    return {name: tensor.cpu() for name, tensor in optimizer.tensors().items()} | {
+    return {name: tensor.cpu() for name, tensor in tensors_of(optimizer).items()} | {
         f"{index}.weight": weight.detach().cpu() for index, weight in enumerate(optimizer.weights)
     }
 
@@ -96,7 +98,7 @@ def test_masters_and_moments_on_the_host_give_the_same_bits():
     offloaded = FlatOptimizer(other.parameters(), offload=True, **OPTIONS)
     assert updated(offloaded, other, range(4)) == updated(flat, model, range(4))
     same_bits(everything(offloaded), everything(flat))
-    assert {tensor.device.type for tensor in offloaded.tensors().values()} == {"cpu"}
+    assert {tensor.device.type for tensor in tensors_of(offloaded).values()} == {"cpu"}
     assert not any(weight.main_grad.any() for weight in offloaded.weights)
 
 
@@ -110,12 +112,12 @@ def test_an_optimizer_on_the_host_goes_on_from_any_checkpoint():
         offload=True,
         **OPTIONS,
     )
-    offloaded.load_tensors(kept)
+    put_back(offloaded, kept)
     offloaded.round()
     updated(flat, model, range(2, 4))
     updated(offloaded, continued, range(2, 4))
     same_bits(everything(offloaded), everything(flat))
-    plain.load_tensors({name: tensor.clone() for name, tensor in offloaded.tensors().items()})
+    put_back(plain, copies_of(offloaded))
     assert_close(plain.masters[0].detach(), offloaded.masters[0].detach().to(DEVICE))
 
 
@@ -152,10 +154,10 @@ def test_each_reads_the_checkpoints_of_the_other():
     for optimizer, one in ((flat, model), (plain, other)):
         give_gradients(one, 0)
         optimizer.step(0.01)
-    assert flat.tensors().keys() == plain.tensors().keys()
+    assert tensors_of(flat).keys() == tensors_of(plain).keys()
     (model_2, flat_2), (other_2, plain_2) = pair()
-    flat_2.load_tensors({name: tensor.clone() for name, tensor in plain.tensors().items()})
-    plain_2.load_tensors({name: tensor.clone() for name, tensor in flat.tensors().items()})
+    put_back(flat_2, copies_of(plain))
+    put_back(plain_2, copies_of(flat))
     for optimizer, one in ((flat_2, model_2), (plain_2, other_2)):
         optimizer.round()
         give_gradients(one, 1)
@@ -167,17 +169,17 @@ def test_each_reads_the_checkpoints_of_the_other():
     same_state(flat_2, plain)
 
 
-def test_a_checkpoint_from_before_the_first_update_has_no_moments():
-    (_, flat), _ = pair()
-    kept = {name: tensor.clone() for name, tensor in flat.tensors().items()}
-    assert {name.split(".")[1] for name in kept} == {"master"}
+def test_a_checkpoint_from_before_the_first_update_has_no_moments(tmp_path):
+    (first, flat), _ = pair()
+    save_state(tmp_path, first, flat, {}, None)
+    with safe_open(tmp_path / "shard-00001.safetensors", "pt") as file:
+        assert {name.split(".")[0] for name in file.keys()} == {"weight"}  # noqa: SIM118
     (model, other), _ = pair()
     give_gradients(model, 0)
     other.step(0.01)
-    other.load_tensors(kept)
+    load_state(tmp_path, model, other, {}, None)
     assert other.moments(other.masters[0]) == {}
-    with pytest.raises(KeyError, match="master weights of 1 parameters"):
-        other.load_tensors({"0.master": kept["0.master"]})
+    assert all(map(torch.equal, other.masters, flat.masters))
 
 
 def test_weights_that_are_multiplied_together_lie_together():
@@ -204,19 +206,22 @@ def test_only_16_bit_weights_on_a_gpu_are_flat():
     assert isinstance(optimizer_for(tiny().bfloat16().parameters(), lr=0.1, **OPTIONS), Optimizer)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_it_reads_the_checkpoints_of_several_ranks(tmp_path):
+@pytest.mark.parametrize("writes", ["flat", "plain"])
+def test_each_goes_on_from_what_either_saved(tmp_path, writes):
     (model, flat), (other, plain) = pair()
     give_gradients(model, 0)
     give_gradients(other, 0)
     flat.step(0.01)
     plain.step(0.01)
-    save_sharded(tmp_path, other, plain, {}, None)
-    (model_2, flat_2), _ = pair()
-    load_sharded(tmp_path, model_2, flat_2, {}, None)
-    same_state(flat_2, plain)
-    assert flat_2.tensors().keys() == plain.tensors().keys()
-    for one, optimizer in ((model, flat), (model_2, flat_2)):
+    save_state(tmp_path, model if writes == "flat" else other, flat if writes == "flat" else plain, {}, None)
+    (model_2, flat_2), (other_2, plain_2) = pair()
+    load_state(tmp_path, model_2, flat_2, {}, None)
+    load_state(tmp_path, other_2, plain_2, {}, None)
+    saved = copies_of(flat if writes == "flat" else plain)
+    same_bits(tensors_of(flat_2), saved)
+    same_bits(tensors_of(plain_2), saved)
+    for one, optimizer in ((model, flat), (model_2, flat_2), (other_2, plain_2)):
         give_gradients(one, 1)
         optimizer.step(0.01)
     same_state(flat_2, flat)
+    same_state(flat_2, plain_2)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from bapo.learn.learner import Learner
 from bapo.learn.learner_settings import LearnerSettings
-from bapo.learn.state import FINGERPRINT, restore_weights, trained_weights
+from bapo.learn.state import FINGERPRINT
 from bapo.models import load_policy
 from bapo.models.export import save_additions, save_policy
 from bapo.models.layers import LoraSettings, add_lora, merged_weights, merging
@@ -88,9 +88,7 @@ def test_the_sampler_samples_with_the_additions(taught, name, dtype):
 
 @ALL
 def test_activation_checkpointing_recomputes_the_additions_too(published, name):
-    weights = [
-        trained_weights(trained(loaded(published[name]), activation_checkpointing=on).model) for on in (False, True)
-    ]
+    weights = [trained(loaded(published[name]), activation_checkpointing=on).model.state_dict() for on in (False, True)]
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 
 
@@ -149,7 +147,7 @@ def test_one_seed_is_one_beginning_and_the_global_generator_is_left_alone(publis
     torch.manual_seed(5)
     first = torch.rand(1)
     torch.manual_seed(5)
-    weights = [trained_weights(loaded(published["smollm2"]).model) for _ in range(2)]
+    weights = [loaded(published["smollm2"]).model.state_dict() for _ in range(2)]
     assert torch.equal(torch.rand(1), first)
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 
@@ -161,20 +159,21 @@ def test_additions_are_float32_in_a_16_bit_model(published):
     assert policy.model.dtype == torch.bfloat16
 
 
-def test_a_checkpoint_keeps_the_additions_and_knows_their_model(published, taught):
-    policy, _ = taught("smollm2", "float32")
-    kept = trained_weights(policy.model)
+def test_a_checkpoint_keeps_the_additions_and_knows_their_model(published, taught, tmp_path):
+    policy, learner = taught("smollm2", "float32")
+    learner.save(tmp_path)
+    kept = load_file(tmp_path / "shard-00001.safetensors")
     assert {key for key in kept if "lora_" not in key} == {FINGERPRINT}
     again = loaded(published["smollm2"])
-    restore_weights(again.model, kept)
+    Learner(again.model, LearnerSettings()).load(tmp_path, version=learner.version)
     assert torch.equal(logits(again.model), logits(policy.model))
     other = loaded(published["smollm2"])
     with torch.no_grad():
         other.model.model.layers[1].mlp.up_proj.base_layer.weight[3, 5] += 1e-3
     with pytest.raises(KeyError, match="holds another model now"):
-        restore_weights(other.model, kept)
+        Learner(other.model, LearnerSettings()).load(tmp_path, version=learner.version)
     with pytest.raises(KeyError, match=r"are unknown and .* are missing"):
-        restore_weights(make_model("smollm2")[0], kept)
+        Learner(make_model("smollm2")[0], LearnerSettings()).load(tmp_path, version=learner.version)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
