@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bapo.tasks.data.rows import FORMATS, Row, data_format, hub_rows, is_saved, read_rows, saved_rows
+from bapo.tasks.data.rows import FORMATS, Row, data_format, hub_rows, read_rows
 from bapo.types import refuse
 
 DATA_DIRECTORY = "BAPO_DATA"
@@ -35,12 +35,13 @@ SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]*){0,2}")
 _LABEL = re.compile(r"[A-Za-z0-9][\w.-]*")
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}")
-_NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+_SAVED = {"dataset_dict.json", "state.json"}
+_NOT_DATA = {"dataset_info.json", "dataset_infos.json", *_SAVED}
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where rows come from. Exactly one of `files`, `saved` and `hub` is set."""
+    """Where rows come from. Either `files` or `hub` is set."""
 
     label: str
     """The `source` of its problems, unless a row names its own data set."""
@@ -49,7 +50,6 @@ class Source:
     template: str = SLOT
     """The template of its prompts, unless the caller gives another."""
     files: tuple[Path, ...] = ()
-    saved: Path | None = None
     hub: str = ""
     config: str | None = None
     split: str | None = None
@@ -89,8 +89,6 @@ def source_rows(source: Source) -> Iterator[Row]:
                 f"To read it, write ./{source.hub}; otherwise start somewhere else."
             )
         yield from hub_rows(source.hub, source.config, source.split)
-    elif source.saved is not None:
-        yield from saved_rows(source.saved, source.split)
     for path in source.files:
         yield from read_rows(path)
 
@@ -148,8 +146,11 @@ def _local(path: Path, split: str | None, default: str | None = None) -> Source:
         stem = _stem(path)
         only_a_split = stem in SPLITS or _SHARD.fullmatch(stem)
         return Source(label=path.resolve().parent.name if only_a_split else stem, files=(path,))
-    if is_saved(path):
-        return Source(label=path.name, saved=path, split=split)
+    if any((path / mark).is_file() for mark in _SAVED):
+        raise ValueError(
+            f"{path} holds what save_to_disk wrote. Write it as a file that bapo reads, in Python: "
+            f"datasets.load_from_disk({str(path)!r}).to_parquet('train.parquet'); of several splits, each by itself."
+        )
     try:
         inside = sorted(
             file

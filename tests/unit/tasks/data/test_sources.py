@@ -4,15 +4,13 @@ import json
 import os
 import subprocess
 import sys
-from array import array
 from pathlib import Path
 
 import pytest
 
-from bapo.tasks.data import rows
 from bapo.tasks.data.problems import load_problems
 from bapo.tasks.data.rows import hub_rows, read_rows
-from bapo.tasks.data.sources import BENCHMARKS, BOXED, resolve, source_rows
+from bapo.tasks.data.sources import BENCHMARKS, BOXED, resolve
 
 REAL = Path(__file__).parents[3] / "data" / "problems"
 
@@ -149,20 +147,14 @@ def test_a_directory_called_like_a_data_set_of_the_hub_does_not_take_its_place(t
     assert prompts("./openai/gsm8k") == ["another"]
 
 
-def test_saved_data_sets(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    one = datasets.Dataset.from_list([{"question": "one", "answer": "x\n#### 1"}])
-    two = datasets.Dataset.from_list([{"question": "two", "answer": "2"}])
-    one.save_to_disk(tmp_path / "single")
-    datasets.DatasetDict({"train": one, "test": two}).save_to_disk(tmp_path / "both")
-    assert prompts("single") == ["one"]
-    assert prompts("both:test") == ["two"]
-    with pytest.raises(ValueError, match=r"has the splits train, test\. Name one: both:train"):
-        prompts("both")
-    with pytest.raises(ValueError, match="has no split 'dev'"):
-        prompts("both:dev")
-    with pytest.raises(ValueError, match="Leave out ':train'"):
-        prompts("single:train")
+def test_what_save_to_disk_wrote_is_refused_with_the_way_to_read_it(tmp_path):
+    for mark in ("state.json", "dataset_dict.json"):
+        place = tmp_path / mark.partition(".")[0]
+        place.mkdir()
+        (place / mark).write_text("{}")
+        for name in (str(place), f"{place}:train"):
+            with pytest.raises(ValueError, match=rf"load_from_disk\('{place}'\)\.to_parquet\("):
+                resolve(name)
 
 
 CALLS = """
@@ -250,97 +242,3 @@ def test_text_that_is_not_utf8_is_refused_with_its_rows(tmp_path):
     pq.write_table(pa.table({"prompt": text}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=r"a\.parquet cannot be read from row 1 to row 1: UnicodeDecodeError"):
         list(read_rows(tmp_path / "a.parquet"))
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        *(("state.json", text) for text in ("{}", "[]", '{"_data_files": 5}', '{"_data_files": [{}]}', "3", "{")),
-        *(
-            ("state.json", json.dumps({"_data_files": [{"filename": name}]}))
-            for name in ("/etc/passwd", "../x", "..", 3, "")
-        ),
-        *(
-            ("dataset_dict.json", text)
-            for text in ('{"splits": 5}', '{"splits": ["../x"]}', '{"splits": [".."]}', "[]")
-        ),
-        *((name, "[" * 100_000) for name in ("state.json", "dataset_info.json", "dataset_dict.json")),
-    ],
-    ids=lambda value: value[:40],
-)
-def test_a_saved_data_set_that_leads_elsewhere_or_nowhere_is_refused_with_words(tmp_path, name, text):
-    datasets = pytest.importorskip("datasets")
-    place = tmp_path / "saved"
-    one = datasets.Dataset.from_list([{"prompt": "1", "answer": "1"}])
-    (datasets.DatasetDict({"train": one}) if name == "dataset_dict.json" else one).save_to_disk(place)
-    (place / name).write_text(text)
-    with pytest.raises(ValueError, match="could not be loaded as a saved data set"):
-        list(source_rows(resolve(str(place))))
-
-
-@pytest.mark.parametrize("name", ["..", ".", "", "../x", "/etc"])
-def test_what_a_saved_data_set_names_is_in_its_directory(tmp_path, name):
-    for mark, text in (
-        ("dataset_dict.json", {"splits": [name]}),
-        ("state.json", {"_data_files": [{"filename": name}]}),
-    ):
-        (tmp_path / mark).write_text(json.dumps(text))
-        with pytest.raises(ValueError, match="which is not in its directory"):
-            rows._check_saved(tmp_path)
-        (tmp_path / mark).unlink()
-
-
-def _texts(offsets):
-    """Texts within the same 100,000 bytes, as these offsets say."""
-    import pyarrow as pa
-
-    places, text = (pa.py_buffer(data) for data in (array("i", offsets).tobytes(), b"x" * 100_000))
-    return pa.StringArray.from_buffers(len(offsets) - 1, places, text)
-
-
-WAYS = ["compressed", "dictionary", "within", "view", "nothing", "lists", "fixed", "shared", "as saved"]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_saved_data_set_that_may_become_without_measure_is_refused(tmp_path, way):
-    datasets, pa = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
-    datasets.Dataset.from_list([{"prompt": "1", "answer": "1"}]).save_to_disk(tmp_path / "saved")
-    (file,) = (tmp_path / "saved").glob("*.arrow")
-    (tmp_path / "saved" / "dataset_info.json").write_text("{}")
-    text = pa.array(["x" * 100_000] * 10)
-    columns, told = {
-        "compressed": (text, "is compressed, and save_to_disk does not do that"),
-        "dictionary": (text.dictionary_encode(), "has a column of dictionary<"),
-        "within": (pa.StructArray.from_arrays([text.dictionary_encode()], ["inner"]), "has a column of dictionary<"),
-        "view": (text.cast(pa.string_view()), "has a column of string_view"),
-        "nothing": (pa.nulls(10**6), "has 1,000,000 values, more than its bits"),
-        "lists": (pa.ListArray.from_arrays(pa.array([0, 10**6], pa.int32()), pa.nulls(10**6)), "has 1,000,001 values"),
-        "fixed": (pa.FixedSizeListArray.from_arrays(pa.nulls(10**6), 10**6), "has 1,000,001 values"),
-        "shared": (_texts([0, 100_000, 0, 100_000]), "offset"),
-        "as saved": (text, None),
-    }[way]
-    table = pa.table({"prompt": columns})
-    options = pa.ipc.IpcWriteOptions(compression="zstd" if way == "compressed" else None)
-    with pa.ipc.new_stream(str(file), table.schema, options=options) as stream:
-        stream.write_table(table)
-    if told is None:
-        assert [len(row.values["prompt"]) for row in source_rows(resolve(str(tmp_path / "saved")))] == [100_000] * 10
-        return
-    with pytest.raises(ValueError, match=f"could not be loaded as a saved data set: .*{told}"):
-        list(source_rows(resolve(str(tmp_path / "saved"))))
-
-
-def test_a_saved_data_set_names_no_file_more_than_once(tmp_path):
-    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "a"}, {"filename": "a"}]}))
-    with pytest.raises(ValueError, match="names a file more than once"):
-        rows._check_saved(tmp_path)
-
-
-def test_a_saved_data_set_with_a_fifo_does_not_wait(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_list([{"prompt": "1"}]).save_to_disk(tmp_path / "saved")
-    (file,) = (tmp_path / "saved").glob("*.arrow")
-    file.unlink()
-    os.mkfifo(file)
-    with pytest.raises(ValueError, match="is not a regular file"):
-        list(source_rows(resolve(str(tmp_path / "saved"))))
