@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bapo.core.objectives import OBJECTIVES, Objective
+from bapo.core.settings import OBJECTIVE_OPTIONS, rule_of_used
 
 HEAD = """# Objectives and their options
 
@@ -30,22 +31,21 @@ def page() -> str:
     """The whole page."""
     lines = [HEAD]
     for name, objective in OBJECTIVES.items():
-        lines += [f"## {name}", "", *_options(objective), *_needs(objective)]
-        lines += [*_docstring(objective.settings), *_docstring(objective.compute)]
+        lines += [f"## {name}", "", *_options(name), *_needs(name, objective)]
+        lines += _docstring(objective.settings or objective.compute)
     return "\n".join(lines)
 
 
-def _options(objective: Objective) -> list[str]:
-    parameters = inspect.signature(objective.settings or objective.compute).parameters.values()
-    options = [each for each in parameters if each.name not in ("tokens", "bounds") and each.default is not each.empty]
-    listed = (f"`{each.name} = {'none' if each.default is None else each.default}`" for each in options)
+def _options(name: str) -> list[str]:
+    options = OBJECTIVE_OPTIONS[name].items()
+    listed = (f"`{option} = {'none' if value is None else value}`" for option, value in options)
     return [f"Options: {', '.join(listed) or 'none'}.", ""]
 
 
-def _needs(objective: Objective) -> list[str]:
+def _needs(name: str, objective: Objective) -> list[str]:
     """What else than a token's own ratio and advantage decides its loss."""
     words = {
-        "how often each token was trained on before (`uses`)": objective.needs_uses,
+        "how often each token was trained on before (`uses`)": rule_of_used(name, {}) is not None,
         "which response each token belongs to": objective.needs_sequences,
         "all tokens of the update in one call": objective.whole_update,
     }
@@ -53,10 +53,10 @@ def _needs(objective: Objective) -> list[str]:
     return [f"Needs {' and '.join(needed)}.", ""] if needed else []
 
 
-def _docstring(function: Callable[..., Any] | None) -> list[str]:
+def _docstring(function: Callable[..., Any]) -> list[str]:
     """A docstring whose indented lines, which are equations, are set as code."""
     lines: list[str] = []
-    for paragraph in inspect.cleandoc(getattr(function, "__doc__", None) or "").split("\n\n"):
+    for paragraph in inspect.cleandoc(function.__doc__ or "").split("\n\n"):
         equation = paragraph.startswith("    ") or re.match(r"\S+ = |L_", paragraph)
         lines += [f"```text\n{inspect.cleandoc(paragraph)}\n```" if equation else paragraph, ""]
     return lines

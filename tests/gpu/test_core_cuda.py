@@ -7,6 +7,7 @@ from torch.testing import assert_close
 from bapo import OBJECTIVES, ClipSettings, policy_loss, solve_bounds
 from bapo.core.controller import BoundController
 from bapo.core.logprobs import token_logprobs
+from bapo.core.settings import rule_of_used
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -42,7 +43,7 @@ def test_loss_and_gradient_equal_those_of_the_cpu_without_a_host_sync(objective)
         leaf = logprobs.to(device).requires_grad_()
         tensors = [x.to(device) for x in (behavior, advantages, mask)]
         options = {"objective": objective, "sequence_ids": ids.to(device), "entropy": torch.ones(4096, device=device)}
-        if OBJECTIVES[objective].needs_uses:
+        if rule_of_used(objective, {}):
             options["uses"] = ids.to(device) % 2
 
         def step():

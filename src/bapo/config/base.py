@@ -5,9 +5,6 @@ A section is a frozen pydantic model that refuses unknown keys. The docstring of
 help, where each configuration chooses its own place and default.
 """
 
-from __future__ import annotations
-
-from functools import partial
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -37,34 +34,26 @@ class Section(BaseModel):
         return [key for key in known if getattr(self, key) != known[key].get_default(call_default_factory=True)]
 
 
-LONGEST_NAME, LONGEST_NEW_NAME = 255, 240
-"""Bytes that file systems hold of one name in a path, and what is left of them for a name that is written: the file has
-a longer name until it is whole."""
-LONGEST_PATH, LONGEST_NEW_PATH = 4095, 3500
-"""The same of a whole path. There are paths below a run directory."""
+LONGEST_NAME, LONGEST_PATH = 240, 3500
+"""Bytes of one name in a path, and of a whole path. File systems hold a little more: a file has a longer name until it
+is whole, and there are paths below a run directory."""
 
 
-def possible_path(text: str, *, new: bool = True) -> bool:
-    """Whether a file system could hold this path. Merely looking for one that is too long raises an OSError.
-
-    `new`: something is written there. Otherwise it is only read.
-    """
+def possible_path(text: str) -> bool:
+    """Whether a file system could hold this path. Merely looking for one that is too long raises an OSError."""
     data = text.encode(errors="surrogatepass")
-    longest = max(len(name) for name in data.split(b"/"))
-    name, path = (LONGEST_NEW_NAME, LONGEST_NEW_PATH) if new else (LONGEST_NAME, LONGEST_PATH)
-    return b"\0" not in data and len(data) <= path and longest <= name
+    return b"\0" not in data and len(data) <= LONGEST_PATH and max(map(len, data.split(b"/"))) <= LONGEST_NAME
 
 
-def _path(text: str, *, new: bool) -> str:
-    if not possible_path(text, new=new):
-        longest = LONGEST_NEW_NAME if new else LONGEST_NAME
-        raise PydanticCustomError("path", "give a path that a file system can hold", {"longest": longest})
+def _path(text: str) -> str:
+    if not possible_path(text):
+        raise PydanticCustomError("path", "give a path that a file system can hold", {"longest": LONGEST_NAME})
     return text
 
 
+PossiblePath = Annotated[str, AfterValidator(_path)]
 Out = Annotated[
-    str,
-    AfterValidator(partial(_path, new=True)),
+    PossiblePath,
     Field(
         description="The run directory. {time} is replaced by the start time. The directory must be new or empty, or "
         "belong to a run that was stopped before its first checkpoint."
@@ -136,6 +125,15 @@ class OptimizerConfig(Section):
     """Keep the optimizer's float32 masters and moments in the host's memory, 12 of 18 bytes per trained parameter (CUDA
     and 16-bit weights only). The result is the same, but updates are slower; see docs/hardware.md."""
 
+    @model_validator(mode="after")
+    def _decays(self) -> Self:
+        if self.lr * self.weight_decay > 1:
+            raise ValueError(
+                f"learn.weight_decay={self.weight_decay:g} with learn.lr={self.lr:g} changes a weight by their product "
+                "in every update, and more than 1 would turn it round. Lower learn.weight_decay."
+            )
+        return self
+
 
 class LoraConfig(Section):
     """LoRA: train low-rank adapters of the linear layers (through peft) instead of all weights."""
@@ -171,7 +169,7 @@ class LogConfig(Section):
 class ModelConfig(Section):
     """The model that is trained."""
 
-    path: Annotated[str, AfterValidator(partial(_path, new=False))] = "demo"
+    path: PossiblePath = "demo"
     """A transformers model directory or hub id, a GGUF file, or "demo" for the embedded model."""
     dtype: Precision = "auto"
     """Precision of the weights. auto: float32 on CPU and bfloat16 on CUDA, but both work on both. With bfloat16 the

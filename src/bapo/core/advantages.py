@@ -7,8 +7,6 @@ carries no signal; it gets advantage 0 and is reported, so that the caller can f
 Advantages are per token everywhere else; `to_tokens` spreads one value per response over its tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

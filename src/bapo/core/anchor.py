@@ -21,8 +21,6 @@ explain a gap that has grown. All this is evidence, not proof: whoever reads it 
 from trials with a trained model and with tiny random ones. Everything here is a function of tensors on the CPU.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -13,21 +13,18 @@ are taken by histogram (`sums.py`). Nothing here waits for the device: bounds st
 the step-by-step loop's on every input, with comparisons and sums carried out as in float64.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from bapo.core import kernels
-from bapo.core.brake import DRIFT_SUMS, braked, drift_of, drift_sums
+from bapo.core.brake import braked, drift_of, drift_sums
 from bapo.core.checks import (
     MAX_LOG_RATIO,
     check_finite,
@@ -40,7 +37,7 @@ from bapo.core.checks import (
     working_dtype,
     zero_or_nan,
 )
-from bapo.core.settings import ClipSettings, Order
+from bapo.core.settings import ClipSettings
 from bapo.core.sums import CPU_CHUNK, DEVICE_CHUNK, Chunk, at_their_own_bound, binned_sums, compared_sums
 
 LEAST_WEIGHT = 1e-12
@@ -110,27 +107,26 @@ def solve_bounds(
 ) -> ClipBounds:
     """The bounds for one update, from that update's own tokens (Algorithm 1 of arXiv:2510.18927)."""
     try:
-        parts = parts_of_ratios(ratio, advantages, mask, settings, behavior_logprobs, uses)
-        if process_group is None and mask.device.type == "cpu" and not parts[-1].any():
+        table = signal_table(ratio, advantages, mask, settings, behavior_logprobs=behavior_logprobs, uses=uses)
+        if process_group is None:
             check_not_empty(mask, "Skip this update, or check the code that builds the mask.")
     except Exception:
         if process_group is not None:
             poison_peers(settings, process_group, mask.device)
         raise
-    return solved_bounds(parts, settings, process_group, dtype=working_dtype(ratio))
+    return solved_bounds(table, settings, process_group, dtype=working_dtype(ratio))
 
 
 def solved_bounds(
-    parts: Tensor,  # the signal table of these tokens, or one per column
+    table: Tensor,
     settings: ClipSettings,
     process_group: dist.ProcessGroup | None,
     *,
     dtype: torch.dtype,
 ) -> ClipBounds:
-    """The bounds of these tokens, or of those of all ranks. A rank on CPU raises if another one has bad input."""
+    """The bounds of a table, or of those of all ranks. A rank on CPU raises if another one has bad input."""
     if process_group is None:
-        return bounds_from_table(parts, settings, dtype=dtype)
-    table = summed(parts)
+        return bounds_from_table(table, settings, dtype=dtype)
     dist.all_reduce(table, group=process_group)
     bounds = bounds_from_table(table, settings, dtype=dtype)
     if table.device.type == "cpu" and bool(bounds.share.isnan()):
@@ -182,19 +178,6 @@ def signal_table(
     brake does not change how they count.
     Plain sums over tokens: add the tables of micro-batches, all-reduce those of ranks.
     """
-    return summed(parts_of_ratios(ratio, advantages, mask, settings, behavior_logprobs, uses))
-
-
-@torch.no_grad()
-def parts_of_ratios(
-    ratio: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    settings: ClipSettings,
-    behavior_logprobs: Tensor | None,
-    uses: Tensor | None,
-) -> Tensor:  # [settings.table_size] or [settings.table_size, parts] float64
-    """The signal table of these tokens, or one per column that `summed` adds up."""
     check_shapes(mask, ratio=ratio, advantages=advantages, behavior_logprobs=behavior_logprobs)
     check_uses(uses, mask, settings.rule_of_used)
     mask = check_mask(mask)
@@ -205,16 +188,11 @@ def parts_of_ratios(
             "weight='rollout_prob' weighs each token by the probability it was sampled with, so it needs "
             "behavior_logprobs=. Pass them, or use weight='none'."
         )
-    fill = parts_by_kernel if kernels.usable(mask) else summed_signal
+    fill = table_by_kernel if kernels.usable(mask) else table_by_torch
     return fill(ratio, advantages, mask, settings, behavior_logprobs, uses)
 
 
-def summed(parts: Tensor) -> Tensor:
-    """The signal table itself."""
-    return parts if parts.dim() == 1 else parts.sum(1)
-
-
-def parts_by_kernel(
+def table_by_kernel(
     ratio: Tensor,  # log-probs under the learner where log_ratio_limit is given
     advantages: Tensor,
     mask: Tensor,
@@ -222,11 +200,8 @@ def parts_by_kernel(
     behavior_logprobs: Tensor | None,
     uses: Tensor | None,
     log_ratio_limit: float | None = None,
-) -> Tensor:  # [settings.table_size, parts] float64
-    """One kernel, in which each part of the tokens has its own column.
-
-    With `log_ratio_limit` the kernel computes the ratios itself and leaves out tokens past the limit.
-    """
+) -> Tensor:  # [settings.table_size], float64
+    """The signal table by a kernel. With `log_ratio_limit` it computes the ratios, and leaves out tokens past it."""
     from bapo.core.kernels.bounds import signal_partials
 
     assert log_ratio_limit is None or behavior_logprobs is not None, "ratios of log-probs need both policies"
@@ -245,10 +220,10 @@ def parts_by_kernel(
         used_low=grids.used_low,
         brake=settings.brake is not None,
         log_ratio_limit=log_ratio_limit,
-    )
+    ).sum(1)
 
 
-def summed_signal(
+def table_by_torch(
     ratio: Tensor,
     advantages: Tensor,
     mask: Tensor,
@@ -311,55 +286,49 @@ def _drift_sums_of(ratio: Tensor, both: tuple[Tensor, Tensor] | None, looked_at:
 
 @torch.no_grad()
 def bounds_from_table(
-    table: Tensor,  # [settings.table_size], or [settings.table_size, parts], whose columns add up to it; float64
+    table: Tensor,  # [settings.table_size], float64
     settings: ClipSettings,
     *,
     dtype: torch.dtype = torch.float32,
 ) -> ClipBounds:
     """The first candidate on the path whose positive share reaches the target, else the last one."""
-    grids = grids_of(settings, dtype, table.device)  # kept ready, unlike settings.table_size
-    size = (len(grids.high) + len(grids.low) + 1 + (0 if settings.brake is None else DRIFT_SUMS),)
-    if table.shape[:1] != size:
+    size = grids_of(settings, dtype, table.device).table_size
+    if table.shape != (size,):
         raise ValueError(
-            f"table has shape {tuple(table.shape)} but these settings give {size}: it was filled with other settings. "
-            "Use one ClipSettings for signal_table and bounds_from_table."
+            f"table has shape {tuple(table.shape)} but these settings give ({size},): it was filled with other "
+            "settings. Use one ClipSettings for signal_table and bounds_from_table."
         )
-    walk = bounds_by_kernel if kernels.usable(table) else first_to_reach
+    walk = walked_by_kernel if kernels.usable(table) else first_to_reach
     bounds = walk(table, settings, dtype)
     if settings.remainder == "weigh":
         bounds = replace(bounds, negative_weight=weight_of_remainder(bounds.share, settings.target_share))
     return bounds if settings.used_low is None else replace(bounds, used_low=settings.used_low)
 
 
-def bounds_by_kernel(table: Tensor, settings: ClipSettings, dtype: torch.dtype) -> ClipBounds:
-    """The walk as one kernel, which adds up the columns first."""
+def walked_by_kernel(table: Tensor, settings: ClipSettings, dtype: torch.dtype) -> ClipBounds:
+    """The walk as one kernel."""
     from bapo.core.kernels.bounds import choose_bounds
 
-    grids, high_first = grids_of(settings, dtype, table.device), settings.order == "high_first"
-    options: dict[str, Any] = {
-        "target_share": settings.target_share,
-        "high_first": high_first,
-        "dtype": dtype,
-        "brake": settings.brake,
-    }
-    found, brake = choose_bounds(table, grids.low, grids.high, **options)
-    if brake is None:
-        return ClipBounds(*found)
-    raised_low, drift = brake
-    field = "low" if settings.brake_on == "all" else "used_low"
-    return replace(ClipBounds(*found), drift=drift, **{field: raised_low})
+    grids = grids_of(settings, dtype, table.device)
+    found, brake = choose_bounds(
+        table,
+        grids.low,
+        grids.high,
+        target_share=settings.target_share,
+        high_first=settings.order == "high_first",
+        dtype=dtype,
+        brake=settings.brake,
+    )
+    return ClipBounds(*found) if brake is None else _raised(ClipBounds(*found), settings, *brake)
 
 
 def first_to_reach(table: Tensor, settings: ClipSettings, dtype: torch.dtype) -> ClipBounds:
     """The walk in torch operations: the shares of all candidates at once, and the first that is large enough."""
-    table, grids = summed(table), grids_of(settings, dtype, table.device)
+    grids = grids_of(settings, dtype, table.device)
     highs, lows = grids.high.numel(), grids.low.numel()
     at_high, at_low, signed_tokens, brake_sums = torch.split(table, [highs, lows, 1, len(table) - highs - lows - 1])
     positive, negative = at_high[grids.path_high], at_low[grids.path_low]
-    total = positive + negative
-    # All clipped away at this candidate: 0. No signal at all: 1, the search has nothing to repair. NaN stays NaN.
-    share = torch.where(total == 0, (signed_tokens == 0).to(total.dtype), positive / total)
-
+    share = share_of_sums(positive, negative, signed_tokens)
     failed = ~(share >= settings.target_share)
     index = failed.cumprod(0).sum().clamp(max=len(share) - 1).reshape(1)
     raised_high = grids.path_high[index] > grids.path_high[index - 1]
@@ -380,11 +349,22 @@ def first_to_reach(table: Tensor, settings: ClipSettings, dtype: torch.dtype) ->
     return bounds if settings.brake is None else with_brake(bounds, settings, drift_of(brake_sums) + bad, low + bad)
 
 
+def share_of_sums(positive: Tensor, negative: Tensor, signed_tokens: Tensor) -> Tensor:
+    """P / (P + N). All clipped away: 0. No signal at all: 1, there is nothing to repair. NaN stays NaN."""
+    total = positive + negative
+    return torch.where(total == 0, (signed_tokens == 0).to(total.dtype), positive / total)
+
+
 def with_brake(bounds: ClipBounds, settings: ClipSettings, drift: Tensor, low: Tensor) -> ClipBounds:
     """The bounds with the brake on at this drift. `low`: the lower one before it was rounded."""
     assert settings.brake is not None
+    return _raised(bounds, settings, braked(low, drift, settings.brake), drift)
+
+
+def _raised(bounds: ClipBounds, settings: ClipSettings, low: Tensor, drift: Tensor) -> ClipBounds:
+    """The bounds with the lower one that the brake sets: of used tokens, or of all."""
     dtype, field = bounds.low.dtype, "low" if settings.brake_on == "all" else "used_low"
-    return replace(bounds, drift=drift.to(dtype), **{field: braked(low, drift, settings.brake).to(dtype)})
+    return replace(bounds, drift=drift.to(dtype), **{field: low.to(dtype)})
 
 
 def weight_of_remainder(share: Tensor, target_share: float) -> Tensor:
@@ -410,27 +390,13 @@ class Grids:
     path_low: Tensor  # [candidates] index into low
     path_high: Tensor  # [candidates] index into high
     used_low: Tensor | None  # 0-d float64: in place of every low, for tokens that were trained on before
-
-
-def grids_of(settings: ClipSettings, dtype: torch.dtype, device: torch.device) -> Grids:
-    """The grids of a path. They do not depend on target, measure or weight: a target that moves finds them ready."""
-    ranges = settings.low, settings.high, settings.low_step, settings.high_step
-    return _grids(*ranges, settings.order, settings.used_low, dtype, device)
+    table_size: int
 
 
 @lru_cache(maxsize=64)
-def _grids(
-    low_range: tuple[float, float],
-    high_range: tuple[float, float],
-    low_step: float,
-    high_step: float,
-    order: Order,
-    used_low: float | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Grids:
-    """Built once per path, dtype and device, so that no call copies from the host."""
-    settings = ClipSettings(low=low_range, high=high_range, low_step=low_step, high_step=high_step, order=order)
+def grids_of(settings: ClipSettings, dtype: torch.dtype, device: torch.device) -> Grids:
+    """The grids of these settings. They are kept, so that no call copies from the host."""
+    used_low = settings.used_low
     low = torch.tensor(settings.low_grid, dtype=torch.float64, device="cpu")
     high = torch.tensor(settings.high_grid, dtype=torch.float64, device="cpu")
     path_low, path_high = torch.tensor(settings.path, device="cpu").unbind(1)
@@ -439,11 +405,12 @@ def _grids(
     rounded = exact.to(dtype)
     above = torch.nextafter(rounded, torch.full_like(rounded, math.inf))
     return Grids(
-        steps=(low_step, high_step),
+        steps=(settings.low_step, settings.high_step),
         low=low.to(device),
         high=high.to(device),
         thresholds=torch.where(rounded.double() < exact, above, rounded).to(device),
         path_low=path_low.contiguous().to(device),
         path_high=path_high.contiguous().to(device),
         used_low=None if used_low is None else torch.tensor(used_low, dtype=torch.float64, device="cpu").to(device),
+        table_size=settings.table_size,
     )

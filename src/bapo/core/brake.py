@@ -16,8 +16,6 @@ Tokens past the ratio limit do not count. With `brake_on="all"` every negative t
 rises.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ turns loss, gradient and bounds into NaN, and `check_tokens` called by hand says
 (logits in place of log-probs) is found by `check_tokens` only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -63,11 +61,7 @@ def check_sequence_ids(sequence_ids: Tensor | None, mask: Tensor) -> None:
     """Ids of a packed batch: one integer per token, 0 <= id < number of tokens."""
     if sequence_ids is None:
         return
-    if sequence_ids.shape != mask.shape or sequence_ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"sequence_ids has shape {tuple(sequence_ids.shape)} and dtype {sequence_ids.dtype}; expected integers of "
-            f"shape {tuple(mask.shape)}: the index of the response each token belongs to."
-        )
+    _check_integers("sequence_ids", sequence_ids, mask, "the index of the response each token belongs to.")
     if sequence_ids.device.type == "cpu" and sequence_ids.numel():
         lowest, highest = sequence_ids.aminmax()
         if lowest < 0 or highest >= sequence_ids.numel():
@@ -93,22 +87,27 @@ def check_uses(uses: Tensor | None, mask: Tensor, rule: str | None) -> None:
             "uses= is given, but nothing asks for it, so it would be ignored. Choose objective='brake' or 'push_once', "
             "set brake or used_low in ClipSettings, or leave uses= out."
         )
-    if not isinstance(uses, Tensor):
-        raise ValueError(f"uses is a {type(uses).__name__}; expected a tensor of integers, one for each token.")
-    if uses.shape != mask.shape or uses.is_floating_point() or uses.is_complex():
-        raise ValueError(
-            f"uses has shape {tuple(uses.shape)} and dtype {uses.dtype}; expected integers of shape "
-            f"{tuple(mask.shape)}: how often each token was trained on before this update. Expand one value per "
-            "response to its tokens: uses.reshape(-1, 1).expand_as(mask)."
-        )
-    if uses.device != mask.device:
-        raise ValueError(f"uses is on {uses.device} but mask is on {mask.device}. Move all inputs to one device.")
+    meaning = "how often each token was trained on before this update. Expand one value per response to its tokens: "
+    _check_integers("uses", uses, mask, f"{meaning}uses.reshape(-1, 1).expand_as(mask).")
     can_look = uses.dtype != torch.bool and uses.device.type == "cpu" and uses.numel() > 0
     if can_look and uses.numpy().min() < 0 and bool((chosen := uses[mask != 0]).lt(0).any()):
         raise ValueError(
             f"uses holds {int(chosen.min())}, but a token cannot have been trained on less than 0 times. Count the "
             "updates that used the token before this one."
         )
+
+
+def _check_integers(name: str, given: Tensor, mask: Tensor, meaning: str) -> None:
+    """One whole number per token, placed like the mask."""
+    if not isinstance(given, Tensor):
+        raise ValueError(f"{name} is a {type(given).__name__}; expected a tensor of integers, one for each token.")
+    if given.shape != mask.shape or given.is_floating_point() or given.is_complex():
+        raise ValueError(
+            f"{name} has shape {tuple(given.shape)} and dtype {given.dtype}; expected integers of shape "
+            f"{tuple(mask.shape)}: {meaning}"
+        )
+    if given.device != mask.device:
+        raise ValueError(f"{name} is on {given.device} but mask is on {mask.device}. Move all inputs to one device.")
 
 
 def check_bounds(low: float, high: float) -> None:

@@ -13,8 +13,6 @@ all-reduce over torch.distributed's default group, which waits until every rank 
 ranks different numbers of loss calls would wait forever.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping
 

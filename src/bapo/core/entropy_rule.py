@@ -15,8 +15,6 @@ All functions return values; those over tokens take the tokens of a whole update
 because a quantile or a mean threshold of a part is not that of the whole. Gradient norms belong to the learner.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch
@@ -73,14 +71,20 @@ def clip_statistics(tokens: Tokens, retained: Tensor) -> dict[str, Tensor]:
     """Token shares by sign, and how many of each the clip blocked."""
     positive = tokens.mask & holds(torch.gt, tokens.advantages, 0)
     negative = tokens.mask & tokens.negative
-    of_all, of_positive, of_negative = (chosen.count_nonzero() for chosen in (tokens.mask, positive, negative))
-    blocked_positive, blocked_negative = ((chosen & ~retained).count_nonzero() for chosen in (positive, negative))
+    counted = (tokens.mask, positive, negative, positive & ~retained, negative & ~retained)
+    return clip_fractions(*(chosen.count_nonzero() for chosen in counted))
+
+
+def clip_fractions(
+    tokens: Tensor, positive: Tensor, negative: Tensor, blocked_positive: Tensor, blocked_negative: Tensor
+) -> dict[str, Tensor]:
+    """The same from how many tokens there are of each kind."""
     fractions = {
-        "positive_tokens": (of_positive, of_all),
-        "negative_tokens": (of_negative, of_all),
-        "clip_fraction": (blocked_positive + blocked_negative, of_positive + of_negative),
-        "clip_fraction_positive": (blocked_positive, of_positive),
-        "clip_fraction_negative": (blocked_negative, of_negative),
+        "positive_tokens": (positive, tokens),
+        "negative_tokens": (negative, tokens),
+        "clip_fraction": (blocked_positive + blocked_negative, positive + negative),
+        "clip_fraction_positive": (blocked_positive, positive),
+        "clip_fraction_negative": (blocked_negative, negative),
     }
     return {name: part.double() / whole.clamp(min=1) for name, (part, whole) in fractions.items()}
 

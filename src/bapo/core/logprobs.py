@@ -11,8 +11,6 @@ numbers per token, and the backward pass computes them again:
 Beyond the head's own gradient, peak memory is that of one chunk; time is one more head multiplication.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -12,9 +12,8 @@ several micro-batches solves its bounds once, from the sum of their tables, and 
 The first line needs every micro-batch's log-probs before the first backward pass: one more forward pass, without grad.
 """
 
-from __future__ import annotations
-
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo.core import kernels
-from bapo.core.bounds import ClipBounds, parts_by_kernel, poison_peers, solved_bounds, summed, summed_signal
+from bapo.core.bounds import ClipBounds, poison_peers, solved_bounds, table_by_kernel, table_by_torch
 from bapo.core.brake import DRIFT_SUMS
 from bapo.core.checks import (
     MAX_LOG_RATIO,
@@ -38,9 +37,9 @@ from bapo.core.checks import (
     zero_outside,
 )
 from bapo.core.entropy_rule import clip_statistics, entropy_statistics
-from bapo.core.objectives import OBJECTIVES, Clipped, Objective, bapo
+from bapo.core.objectives import OBJECTIVES, Clipped, bapo
 from bapo.core.reduction import Reduction, denominator_of, given_weights, reduce_tokens, token_weights
-from bapo.core.settings import ClipSettings, require_choice, rule_of_used
+from bapo.core.settings import BRAKES, OBJECTIVE_OPTIONS, ClipSettings, require_choice, rule_of_used
 from bapo.core.tokens import TokenLoss, Tokens
 
 DEFAULT_SETTINGS = ClipSettings()
@@ -101,11 +100,11 @@ def policy_loss(
     ValueError on CPU; on an accelerator, where looking would be a host sync, NaN and infinity make loss, gradient and
     bounds NaN, and `bapo.core.checks.check_tokens` says which token it was.
     """
-    chosen = OBJECTIVES.get(objective)
-    solves = chosen is not None and chosen.solves_bounds and bounds is None
     clip = settings if isinstance(settings, ClipSettings) else DEFAULT_SETTINGS
+    solves = bounds is None and objective in OBJECTIVES and OBJECTIVES[objective].solves_bounds
     try:
-        chosen = _chosen(objective, settings, bounds, process_group, options)
+        _check_asked(objective, settings, bounds, process_group, options)
+        chosen = OBJECTIVES[objective]
         if chosen.settings is not None:
             clip, options = chosen.settings(**options), {}
         if not chosen.solves_bounds:
@@ -135,7 +134,7 @@ def policy_loss(
         raise
 
     if solves:
-        bounds = solved_bounds(_table_parts(tokens, clip), clip, process_group, dtype=tokens.dtype)
+        bounds = solved_bounds(_table(tokens, clip), clip, process_group, dtype=tokens.dtype)
     if bounds is not None:
         tokens = weigh_negatives(tokens, bounds.negative_weight)
     result = chosen.compute(tokens, **({"bounds": bounds} if chosen.solves_bounds else {}), **options)
@@ -188,28 +187,24 @@ def update_table(
 ) -> Tensor:
     """The signal table of one part of an update, with ratios exactly as `policy_loss` computes them. Tables add up."""
     tokens = _checked(logprobs, behavior_logprobs, advantages, mask, settings.rule_of_used, uses, log_kept=log_kept)
-    return summed(_table_parts(tokens, settings))
+    return _table(tokens, settings)
 
 
-def _table_parts(tokens: Tokens, settings: ClipSettings) -> Tensor:
-    """The signal table of these tokens, or one per column.
-
-    A token past the ratio limit has no gradient, so it does not count here either.
-    """
+def _table(tokens: Tokens, settings: ClipSettings) -> Tensor:
+    """The signal table of these tokens. One past the ratio limit has no gradient, so it does not count here either."""
     if kernels.usable(tokens.mask):
         given = tokens.given_logprobs, tokens.given_advantages, tokens.mask
-        parts = parts_by_kernel(*given, settings, tokens.given_behavior_logprobs, tokens.uses, MAX_LOG_RATIO)
+        table = table_by_kernel(*given, settings, tokens.given_behavior_logprobs, tokens.uses, MAX_LOG_RATIO)
     else:
         chosen, ratio = tokens.mask & tokens.within, tokens.ratio.detach()
         weights = None if settings.weight == "none" else tokens.behavior_logprobs
         both = tokens.logprobs, tokens.behavior_logprobs
-        parts = summed_signal(ratio, tokens.advantages, chosen, settings, weights, tokens.uses, both)
+        table = table_by_torch(ratio, tokens.advantages, chosen, settings, weights, tokens.uses, both)
     if settings.brake is not None and tokens.log_kept is not None:  # the brake goes by log r - log m
         looked_at = tokens.mask & tokens.within & tokens.negative
         looked_at = looked_at if tokens.uses is None else looked_at & tokens.uses.bool()
-        kept = torch.where(looked_at, tokens.log_kept, 0.0).sum(dtype=torch.float64)
-        parts.view(len(parts), -1)[-DRIFT_SUMS, 0] += kept
-    return parts
+        table[-DRIFT_SUMS] += torch.where(looked_at, tokens.log_kept, 0.0).sum(dtype=torch.float64)
+    return table
 
 
 def weigh_negatives(tokens: Tokens, weight: Tensor | None) -> Tokens:
@@ -291,15 +286,15 @@ def _reduced_by_kernel(
     return PolicyLoss(fused.loss, bounds, fused.statistics | bounds.metrics(), fused.retained)
 
 
-def _chosen(
-    objective: str, settings: object, bounds: object, process_group: object, options: dict[str, Any]
-) -> Objective:
-    """The objective. Raises for options that it does not take: none is silently ignored."""
+def _check_asked(
+    objective: str, settings: object, bounds: object, process_group: object, options: Mapping[str, Any]
+) -> None:
+    """Raise for an objective that does not exist, and for options that it does not take: none is silently ignored."""
     require_choice("objective", objective, OBJECTIVES)
-    chosen = OBJECTIVES[objective]
-    taken = ", ".join(chosen.options) or "none"
+    known = OBJECTIVE_OPTIONS[objective]
+    taken = ", ".join(known) or "none"
     for name, value in options.items():
-        if name not in chosen.options:
+        if name not in known:
             hint = f" Clip settings go into settings=ClipSettings({name}=...)." if hasattr(ClipSettings, name) else ""
             raise ValueError(
                 f"{name}={value!r} is not an argument of policy_loss, nor an option of objective={objective!r}, which "
@@ -311,24 +306,21 @@ def _chosen(
     ):
         if value is not None and not isinstance(value, kind):
             raise ValueError(f"{name}={value!r} is not a {kind.__name__}. Build one, e.g. with {builder}.")
-    searched = {"settings": settings, "bounds": bounds, "process_group": process_group}
-    given = [name for name, value in searched.items() if value is not None]
-    for name in given:
-        takes = {
-            key: each.solves_bounds and (name != "settings" or not each.settings) for key, each in OBJECTIVES.items()
-        }
-        if not takes[objective]:
-            users = " and ".join(f"objective={key!r}" for key, does in takes.items() if does)
+    solving = [name for name, each in OBJECTIVES.items() if each.solves_bounds]
+    for name, value, users in (
+        ("settings", settings, ["bapo"]),
+        ("bounds", bounds, solving),
+        ("process_group", process_group, solving),
+    ):
+        if value is not None and objective not in users:
             raise ValueError(
-                f"{name}= is used by {users} only, not by {objective!r}. Leave it out, or use the options of "
-                f"{objective!r}: {taken}."
+                f"{name}= is used by {' and '.join(f'objective={user!r}' for user in users)} only, not by "
+                f"{objective!r}. Leave it out, or use the options of {objective!r}: {taken}."
             )
-    if bounds is not None and chosen.settings and options:
-        raise ValueError(f"bounds= are already solved, so {next(iter(options))}= would be ignored. Leave it out.")
-    if bounds is not None and len(given) > 1:
-        other = next(name for name in given if name != "bounds")
-        raise ValueError(f"bounds= are already solved, so {other}= would be ignored. Leave one of them out.")
-    return chosen
+    beside: dict[str, object] = {"settings": settings, "process_group": process_group}
+    beside |= options if objective in BRAKES else {}
+    if bounds is not None and (ignored := next((name for name, value in beside.items() if value is not None), None)):
+        raise ValueError(f"bounds= are already solved, so {ignored}= would be ignored. Leave one of them out.")
 
 
 def _check_denominator(denominator: Tensor | float) -> None:

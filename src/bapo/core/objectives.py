@@ -6,9 +6,6 @@ return a description, `Clipped`, which a kernel can evaluate and reduce in one p
 `reduction.py`, choosing bounds in `bounds.py`. Those without such a pair, all of them by others, are in `peers.py`.
 """
 
-from __future__ import annotations
-
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from bapo.core.bounds import ClipBounds
+from bapo.core.bounds import ClipBounds, share_of_sums
 from bapo.core.checks import check_bounds
 from bapo.core.peers import asymre, cispo, dcpo, dis, dppo, gspo, m2po, opsm, sapo, topr, vespo
 from bapo.core.settings import BRAKES, ClipSettings
@@ -48,11 +45,10 @@ def low_of_each(
 
 @torch.no_grad()
 def share_of(contribution: Tensor, signal: Tensor) -> Tensor:  # 0-d float64
-    """P / (P + N) of what each token contributes; 0 where nothing is left of the signal, 1 where there was none."""
+    """P / (P + N) of what each token contributes to the signal."""
     positive = contribution.clamp(min=0).sum(dtype=torch.float64)
     negative = -contribution.clamp(max=0).sum(dtype=torch.float64)
-    total = positive + negative
-    return torch.where(total == 0, (signal.count_nonzero() == 0).double(), positive / total)
+    return share_of_sums(positive, negative, signal.count_nonzero())
 
 
 @dataclass(frozen=True)
@@ -158,19 +154,9 @@ def bapo(tokens: Tokens, *, bounds: ClipBounds, dual_clip: float | None = None) 
     return Clipped(tokens, bounds.low, bounds.high, solved=bounds, cap=dual_clip, used_low=bounds.used_low)
 
 
-def brake(tokens: Tokens, *, bounds: ClipBounds) -> Clipped:
-    """GRPO's clip, with a lower bound for used tokens that rises as far as used negative ones have fallen (ours).
-
-        d = mean of -log r over used tokens with A < 0,   used_low = low + (1 - low) clip(d / delta, 0, 1)
-
-    Between `grpo` (nothing has fallen) and `push_once` (delta or more). See `brake.py`.
-    """
-    return bapo(tokens, bounds=bounds)
-
-
 @dataclass(frozen=True)
 class Objective:
-    """An objective and what a trainer has to know to call it."""
+    """An objective and what a trainer has to know to call it. Its options stand in OBJECTIVE_OPTIONS."""
 
     compute: Callable[..., TokenLoss | Clipped]
     """Tokens and the objective's own options in, the loss of each token out."""
@@ -180,25 +166,17 @@ class Objective:
     """Looks at all tokens of the update in one call, so an update cannot be cut into micro-batches."""
     needs_sequences: bool = False
     """Has to know which response each token belongs to."""
-    needs_uses: bool = False
-    """Has to know how often each token was trained on before, with its default options."""
     settings: Callable[..., ClipSettings] | None = None
     """Makes the clip settings of its own options, where an objective solves bounds but does not take settings."""
-
-    @cached_property
-    def options(self) -> dict[str, float | None]:
-        """Its own options with their defaults."""
-        parameters = inspect.signature(self.settings or self.compute).parameters
-        return {name: each.default for name, each in parameters.items() if name not in ("tokens", "bounds")}
 
 
 OBJECTIVES: dict[str, Objective] = {
     "grpo": Objective(grpo),
     "clip_higher": Objective(clip_higher),
     "dual_clip": Objective(dual_clip),
-    "push_once": Objective(push_once, needs_uses=True),
-    "brake": Objective(brake, solves_bounds=True, needs_uses=True, settings=BRAKES["brake"]),
-    "brake_all": Objective(brake, solves_bounds=True, settings=BRAKES["brake_all"]),
+    "push_once": Objective(push_once),
+    "brake": Objective(bapo, solves_bounds=True, settings=BRAKES["brake"]),
+    "brake_all": Objective(bapo, solves_bounds=True, settings=BRAKES["brake_all"]),
     "bapo": Objective(bapo, solves_bounds=True),
     "dcpo": Objective(dcpo),
     "cispo": Objective(cispo),

@@ -3,8 +3,6 @@
 They are here only as losses: without the KL terms, advantage tricks and resampling of their papers (see docstrings).
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

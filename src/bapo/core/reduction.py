@@ -13,8 +13,6 @@ each part, where responses are averaged).
 The weights of `balanced` come from whole groups (`balanced_weights`), so they are given, like the denominator.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

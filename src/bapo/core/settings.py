@@ -9,7 +9,7 @@ files can be checked without it; the names of objectives and advantages stand he
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
@@ -199,16 +199,21 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def brake_settings(*, low: float = 0.8, high: float = 1.2, delta: float = 0.03) -> ClipSettings:
-    """One pair of bounds, and the brake on used tokens."""
+    """GRPO's clip, with a lower bound for used tokens that rises as far as used negative ones have fallen (ours).
+
+        d = mean of -log r over used tokens with A < 0,   used_low = low + (1 - low) clip(d / delta, 0, 1)
+
+    Between `grpo` (nothing has fallen) and `push_once` (delta or more). See `brake.py`.
+    """
     return ClipSettings(low=(low, low), high=(high, high), brake=_checked_brake(delta, None))
 
 
 def brake_all_settings(*, low: float = 0.8, high: float = 1.2, delta: float = 0.03) -> ClipSettings:
-    """One pair of bounds, and the brake on all tokens."""
+    """The same for all tokens, where nobody counts how often they were trained on."""
     return ClipSettings(low=(low, low), high=(high, high), brake=_checked_brake(delta, None), brake_on="all")
 
 
-BRAKES = {"brake": brake_settings, "brake_all": brake_all_settings}
+BRAKES: dict[str, Callable[..., ClipSettings]] = {"brake": brake_settings, "brake_all": brake_all_settings}
 """Objectives whose clip settings follow from their own options."""
 NOT_PRESETS = {"fixed": "grpo", "push-once": "push_once"}
 """Clips that do not search, by the names that one may look for among the presets -> the objective that is meant."""
@@ -221,6 +226,8 @@ def used_low_of(objective: str, options: Mapping[str, float | None]) -> float | 
 
 def rule_of_used(objective: str, options: Mapping[str, float | None]) -> str | None:
     """The option for tokens that were trained on before, if there is one: then every token needs its uses."""
+    if objective in BRAKES:
+        return BRAKES[objective](**options).rule_of_used
     values = {**OBJECTIVE_OPTIONS.get(objective, {}), **options}
     if values.get("used_only"):
         return f"used_only={values['used_only']}"
@@ -260,7 +267,7 @@ def _target_share(share: float | None, odds: float | None, signed: float | None)
             "of them; with dataclasses.replace, also pass target_share=None."
         )
     for name, value in stated.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
+        if not _is_number(value) or not (math.isfinite(value) and value >= 0):
             raise ValueError(
                 f"{name}={value} must be a finite number >= 0: it compares two sums of absolute values. "
                 "The paper's target is target_share=0.4."
@@ -305,8 +312,7 @@ def _checked_range(name: str, bounds: Any, step: float) -> tuple[float, float]:
 
 def _checked_used_low(used_low: Any) -> float:
     """A bound that leaves a ratio of 1 inside, like every other one of the search."""
-    number = isinstance(used_low, int | float) and not isinstance(used_low, bool)
-    if not number or not 0 <= used_low <= 1:
+    if not _is_number(used_low) or not 0 <= used_low <= 1:
         raise ValueError(
             f"used_low={used_low!r} must be a number between 0 and 1: it is the lower bound on the ratio of tokens "
             "that were trained on before. 1.0 pushes a negative token once; None turns the rule off."
@@ -319,16 +325,18 @@ def _checked_brake(delta: Any, used_low: float | None) -> float:
     if used_low is not None:
         raise ValueError(
             f"brake={delta} and used_low={used_low} both set the lower bound of tokens that were trained on before. "
-            "Leave one of them out: used_low=1.0 is push once, brake=0.03 goes there as far as used tokens have fallen."
+            "Leave one of them out."
         )
-    number = isinstance(delta, int | float) and not isinstance(delta, bool)
-    if not number or not 1e-6 <= delta < math.inf:
+    if not _is_number(delta) or not 1e-6 <= delta < math.inf:
         raise ValueError(
             f"brake={delta!r} must be a finite number of at least 1e-6: the mean fall of used negative tokens, in "
-            "nats, from which on they are pushed down only where they have risen. 0.03 is the default of the objective "
-            "brake. To go there however little they have fallen, use push_once."
+            "nats, at which it is fully on, such as 0.03. To be so however little they have fallen is push_once."
         )
     return float(delta)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _grid(bounds: tuple[float, float], step: float) -> tuple[float, ...]:

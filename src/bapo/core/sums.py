@@ -8,8 +8,6 @@ thresholds -low and high on that line, a token is clipped by a candidate exactly
 0), so bin k, the tokens with k thresholds <= u, holds all that a candidate has to know.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from functools import lru_cache

@@ -15,8 +15,6 @@ moved is another question, which r / m answers (`log_moved`). The brake and `ops
 truncation for a move. TRL and verl have the same ratio with vLLM's processed log-probs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple

@@ -6,8 +6,6 @@ that differ slightly already, so their log-probs of one token differ by more tha
 logits in float32 must do so on both sides.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -28,7 +28,7 @@ from bapo.core.checks import LOGPROB_SLACK
 from bapo.core.entropy_rule import quadrant_masses, ratio_statistics
 from bapo.core.loss import policy_loss
 from bapo.core.objectives import OBJECTIVES
-from bapo.core.settings import PRESETS, ClipSettings
+from bapo.core.settings import PRESETS, ClipSettings, rule_of_used
 from bapo.core.tokens import Tokens, retained_by
 from bapo.diagnose.dump_files import Array
 from bapo.diagnose.dumps import LoggedUpdate
@@ -274,7 +274,7 @@ def _outcomes(tokens: Tokens, entropy: Tensor | None, uses: Array | None) -> dic
     retained, gradients = dict[str, Array](), dict[str, Array]()
     for name, objective, settings in _tried(tokens):
         logprobs = tokens.logprobs.detach().requires_grad_()
-        used = tokens.uses if OBJECTIVES[objective].needs_uses else None
+        used = tokens.uses if rule_of_used(objective, {}) else None
         inputs, ids = (logprobs, tokens.behavior_logprobs, tokens.advantages, tokens.mask), tokens.sequence_ids
         loss_of = partial(policy_loss, sequence_ids=ids, uses=used, log_kept=tokens.log_kept, denominator=1.0)
         out = loss_of(*inputs, objective=objective, settings=settings)
@@ -313,7 +313,7 @@ def _tried(tokens: Tokens) -> Iterator[tuple[str, str, ClipSettings | None]]:
     An objective that takes settings is tried under each of SETTINGS.
     """
     for name, objective in OBJECTIVES.items():
-        inputs = (objective.needs_sequences, tokens.sequence_ids), (objective.needs_uses, tokens.uses)
+        inputs = (objective.needs_sequences, tokens.sequence_ids), (rule_of_used(name, {}), tokens.uses)
         if any(needed and given is None for needed, given in inputs):
             continue
         if objective.solves_bounds and objective.settings is None:

@@ -5,8 +5,6 @@ as a float64, which holds log-probs, versions and counts exactly. All ranks have
 (`Learner.filled_up`), but different numbers of tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -29,6 +27,8 @@ from bapo.types import Metrics, TokenBatch
 
 SEARCH = ("clip_low", "clip_high", "share_at_start", "share_at_end", "stop", "negative_weight", "used_low")
 """Metrics of the bounds that the diagnostics do not recompute."""
+STALENESS_BINS = 16
+"""How many ages have their own bin in the staleness histogram. Older tokens share the last bin."""
 BATCH = ("behavior_logprobs", "advantages", "versions", "uses", "targets", "sequence_ids")
 """The fields of a batch that metrics are made from."""
 
@@ -92,7 +92,7 @@ def update_metrics(
         references = torch.cat([cast(Tensor, batch.reference_logprobs) for batch in batches])
         scalars["kl_reference"] = k3(tokens.logprobs, references).double().mean()
     vectors = {
-        "staleness_histogram": staleness_histogram(versions, every, version=version, bins=settings.staleness_bins),
+        "staleness_histogram": staleness_histogram(versions, every, version=version, bins=STALENESS_BINS),
         **ratio_profile(tokens, entropy),
         **use_profile(tokens, retained),
     }

@@ -13,7 +13,7 @@ else. Tokens count as one update older than they are, which is the safe side of 
 as a use of its tokens, because they moved nothing.
 
 A step with finite gradients cannot make weights infinite: gradients are clipped to a norm c, so AdamW moves a weight by
-at most lr (weight_decay |w| + c / eps), and `LearnerSettings` bounds lr, lr weight_decay and c. What is saved is
+at most lr (weight_decay |w| + c / eps), and `config/base.py` bounds lr, lr weight_decay and c. What is saved is
 checked nevertheless, because memory may fail, too.
 
 Sampler and learner apart. On fresh tokens, the learner's log-probs must be those that the sampler recorded. A token is
@@ -28,8 +28,6 @@ two are apart (`core/anchor.py` defines the gap). What follows depends on the me
 Responses that go on with keys and values of older weights (`offpolicy.partial_cache = "keep"`) were not sampled from
 any one version, so only those count that this version sampled from their first token on.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

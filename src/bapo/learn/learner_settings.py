@@ -13,17 +13,15 @@ from bapo.core.brake import braked
 from bapo.core.loss import policy_loss
 from bapo.core.objectives import OBJECTIVES
 from bapo.core.reduction import Reduction
-from bapo.core.settings import BRAKES, ClipSettings, rule_of_used
+from bapo.core.settings import BRAKES, OBJECTIVE_OPTIONS, ClipSettings, rule_of_used
 from bapo.types import Truncated
 
 Schedule = Literal["constant", "linear", "cosine"]
-MOST_LR, MOST_CLIP_NORM = 1e3, 1e15
-"""With more, finite gradients could make weights or moments infinite (`health.py`)."""
 
 
 @dataclass(frozen=True)
 class LearnerSettings:
-    """How updates are taken."""
+    """How updates are taken. The keys of `learn` with the same names explain most of it (`config/learning.py`)."""
 
     objective: str = "bapo"
     clip: ClipSettings = field(default_factory=ClipSettings)
@@ -34,19 +32,31 @@ class LearnerSettings:
     that the brake looks at. The second is known before the update begins."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the objective, such as low and high of grpo."""
+    opsm: float | None = None
+    opsm_on: Literal["used", "all"] = "all"
     reduction: Reduction = "token_mean"
     length: int | None = None
     """The divisor of reduction="fixed_length"."""
     advantages: str = "grpo"
-    """The estimator of advantages: a name in ADVANTAGES."""
-    truncated: Truncated = "keep"
-    """What happens to responses that the length limit cut off (`packing.py`)."""
     reward_weights: tuple[float, ...] = ()
     """How gdpo weighs each of several rewards. None: equally."""
-    micro_tokens: int = 16384
-    """Places per forward pass; a larger update is cut into several."""
+    truncated: Truncated = "keep"
     temperature: float = 1.0
     """The temperature at which tokens were sampled. Log-probs use the same one, so that ratios are valid."""
+    float32_head: bool = False
+    """Whether the logits of 16-bit weights stay in float32. The sampler must do the same."""
+    kept_caches: bool = False
+    """Whether responses that go on under newer weights keep the keys and values of older ones."""
+    sampler_precision: str = "model"
+    """In what the sampler multiplies its layers: the learner's dtype ("model") or eight bits."""
+    anchor_limit: float = math.inf
+    entropy: float = 0.0
+    entropy_target: float | None = None
+    kl: float = 0.0
+    kl_in_reward: float = 0.0
+    kl_every: int | None = None
+    """Updates after which the reference moves to the present weights; None: it stays."""
+    kl_mix: float = 1.0
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
@@ -56,58 +66,13 @@ class LearnerSettings:
     total_updates: int = 1
     """The update at which linear and cosine schedules reach zero."""
     ess_reference: float | None = None
-    """ESS_0 of VCPO: below this effective sample size per response, the learning rate falls. None: it does not."""
+    micro_tokens: int = 16384
     activation_checkpointing: bool = False
-    """Whether layers keep only their inputs and are computed again in the backward pass."""
-    staleness_bins: int = 16
-    """How many ages have their own bin in the staleness histogram. Older tokens share the last bin."""
     compile: bool = False
-    """Whether torch compiles the layers."""
-    float32_head: bool = False
-    """Whether the logits of 16-bit weights stay in float32. The sampler must do the same."""
     offload_optimizer: bool = False
-    """Whether masters and moments are kept in the host's memory. For 16-bit weights on one GPU."""
-    anchor_limit: float = math.inf
-    """The largest mean gap between both log-probs of fresh tokens, in nats, with which an update is taken."""
-    opsm: float | None = None
-    """Delta of off-policy sequence masking beside any objective (`bapo.core.peers.opsm`); None: off."""
-    opsm_on: Literal["used", "all"] = "all"
-    """Which tokens it masks: those that were trained on before, or all."""
-    kl: float = 0.0
-    """The weight of the penalty for leaving the reference (`reference.py`), which is added to the policy loss."""
-    entropy: float = 0.0
-    """The weight of the entropy bonus (`terms.py`), or the step of this weight where there is a target."""
-    entropy_target: float | None = None
-    """The mean entropy per token, in nats, at which the bonus ends. None: the bonus has the same weight always."""
-    kl_in_reward: float = 0.0
-    """What a reward loses, before advantages are computed, for each nat that its response was likelier when it was
-    sampled than under the reference."""
-    kl_every: int | None = None
-    """Updates after which the reference moves to the present weights; None: it stays."""
-    kl_mix: float = 1.0
-    """How far it moves: all the way with 1."""
-    kept_caches: bool = False
-    """Whether responses that go on under newer weights keep the keys and values of older ones."""
-    sampler_precision: str = "model"
-    """In what the sampler multiplies its layers: the learner's dtype ("model") or eight bits."""
 
     def __post_init__(self) -> None:
-        for name, most in {"lr": MOST_LR, "clip_norm": MOST_CLIP_NORM, "temperature": math.inf}.items():
-            value = getattr(self, name)
-            if not (0 < value <= most and math.isfinite(value)):
-                bound = "" if math.isinf(most) else f" and at most {most:g}"
-                raise ValueError(f"{name}={value} must be a finite number above 0{bound}.")
-        if not 0 <= self.lr * self.weight_decay <= 1:
-            raise ValueError(
-                f"learn.weight_decay={self.weight_decay} with learn.lr={self.lr} changes a weight by their product in "
-                "every update, which must be a number from 0 to 1. Lower learn.weight_decay."
-            )
-        for name, option in self.options.items():
-            if isinstance(option, float) and not math.isfinite(option):
-                raise ValueError(
-                    f"objective.options.{name}={option} is not a finite number. Give one, or leave it out."
-                )
-        if self.objective in BRAKES and self.options.keys() <= OBJECTIVES[self.objective].options.keys():
+        if self.objective in BRAKES and self.options.keys() <= OBJECTIVE_OPTIONS[self.objective].keys():
             object.__setattr__(self, "clip", BRAKES[self.objective](**self.options))
 
     @property

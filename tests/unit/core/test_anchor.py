@@ -11,8 +11,8 @@ from bapo.learn.health import anchor_metrics, fresh_tokens
 from bapo.learn.learner import Learner
 from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.packing import pack
-from bapo.models import load_policy
 from bapo.models.layers import LoraSettings
+from bapo.models.loading import load_policy
 from bapo.rollout.engine import Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.scheduler import Scheduler, new_group

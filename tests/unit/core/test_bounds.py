@@ -348,7 +348,7 @@ def test_caches_survive_another_default_device():
     from bapo.core import bounds, sums
 
     sums._lanes.cache_clear()
-    bounds._grids.cache_clear()
+    bounds.grids_of.cache_clear()
     ones = torch.ones(3)
     with torch.device("meta"):
         inside = solve_bounds(ones, ones, ALL, ClipSettings())

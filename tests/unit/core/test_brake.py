@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from bapo import OBJECTIVES, ClipSettings, bounds_from_table, policy_loss, solve_bounds
+from bapo import ClipSettings, bounds_from_table, policy_loss, solve_bounds
 from bapo.config.run import Config
 from bapo.core.brake import braked
 from bapo.core.checks import MAX_LOG_RATIO
@@ -123,7 +123,7 @@ def test_the_kernels_have_the_bounds_of_the_torch_path(options):
             log_ratio_limit=MAX_LOG_RATIO,
         )
         found, (bound, drift) = choose_bounds(
-            partials,
+            partials.sum(1),
             *given[3:5],
             target_share=clip.target_share,
             high_first=clip.order == "high_first",
@@ -262,7 +262,6 @@ def test_a_delta_that_cannot_be_is_refused(value):
         ClipSettings(brake=0.03, used_low=1.0)
     with pytest.raises(ValueError, match="brake is not set"):
         ClipSettings(brake_on="all")
-    assert OBJECTIVES["brake"].options == {"low": 0.8, "high": 1.2, "delta": 0.03}
 
 
 def moved_learner(start, **options):

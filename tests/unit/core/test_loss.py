@@ -17,6 +17,7 @@ from bapo import (
     update_table,
 )
 from bapo.core.checks import check_tokens
+from bapo.core.settings import rule_of_used
 
 
 def batch(sequences=6, tokens=20, seed=0, dtype=torch.float32):
@@ -71,7 +72,7 @@ def test_bfloat16_inputs_are_worked_on_in_float32():
 
 
 def uses_for(objective, mask):
-    return {"uses": mask.long()} if OBJECTIVES[objective].needs_uses else {}
+    return {"uses": mask.long()} if rule_of_used(objective, {}) else {}
 
 
 @pytest.mark.parametrize("objective", sorted(OBJECTIVES))

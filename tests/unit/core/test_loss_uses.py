@@ -21,7 +21,7 @@ from bapo.core.sums import rounded_down
 from bapo.core.tokens import Tokens
 from bapo.types import USE_EDGES
 from tests.reference import search
-from tests.unit.core.kernels.test_bounds import DEVICE, kernel_bounds, parts_of, tokens_near_the_grid
+from tests.unit.core.kernels.test_bounds import DEVICE, kernel_bounds, table_of, tokens_near_the_grid
 from tests.unit.core.test_bounds import COMBINATIONS, RANGES, tensors, token
 
 USED_LOWS = [1.0, 0.95, 0.7, 0.0]
@@ -68,8 +68,8 @@ def test_the_kernel_counts_them_alike(measure, weight, order):
         assert (bounds.low.item(), bounds.high.item()) == pytest.approx((found.low, found.high), abs=1e-6)
         assert bounds.share.item() == pytest.approx(found.share, abs=1e-6)
         table = signal_table(ratio, advantages, mask, settings, behavior_logprobs=behavior, uses=uses)
-        parts = parts_of(ratio, advantages, mask, settings, behavior, uses=uses)
-        assert_close(parts.sum(1).cpu(), table, rtol=1e-12, atol=1e-12)
+        ours = table_of(ratio, advantages, mask, settings, behavior, uses=uses)
+        assert_close(ours.cpu(), table, rtol=1e-12, atol=1e-12)
 
 
 def test_the_kernel_computes_ratios_on_the_way():
@@ -80,8 +80,8 @@ def test_the_kernel_computes_ratios_on_the_way():
     advantages, uses = torch.randn(300, generator=generator), torch.arange(300) % 4
     mask = torch.rand(300, generator=generator) < 0.9
     table = update_table(logprobs, behavior, advantages, mask, settings, uses=uses)
-    parts = parts_of(logprobs, advantages, mask, settings, behavior, MAX_LOG_RATIO, uses)
-    assert_close(parts.sum(1).cpu(), table, rtol=1e-6, atol=1e-9)
+    ours = table_of(logprobs, advantages, mask, settings, behavior, MAX_LOG_RATIO, uses)
+    assert_close(ours.cpu(), table, rtol=1e-6, atol=1e-9)
 
 
 def test_bounds_by_hand():

@@ -1,5 +1,6 @@
 """Every objective against numbers worked out by hand: the loss of each token and its gradient in log pi."""
 
+import inspect
 import math
 from math import exp, log, sqrt
 
@@ -9,7 +10,7 @@ from torch.testing import assert_close
 
 from bapo import ClipBounds, policy_loss
 from bapo.core.objectives import OBJECTIVES
-from bapo.core.settings import OBJECTIVE_OPTIONS
+from bapo.core.settings import OBJECTIVE_OPTIONS, rule_of_used
 from bapo.core.tokens import Tokens, clipped_surrogate
 
 # Four tokens at behaviour probability 1/10, with ratios 1.5, 0.5, 1.5, 0.5 and advantages +1, +1, -1, -1.
@@ -316,7 +317,7 @@ def test_gradients_agree_with_finite_differences(objective):
     start = behavior + 0.4 * torch.randn(24, generator=generator, dtype=torch.float64).clamp(-2, 2)
     advantages = torch.randn(8, generator=generator, dtype=torch.float64).repeat_interleave(3)
     mask, ids = torch.ones(24, dtype=torch.bool), torch.arange(8).repeat_interleave(3)
-    uses = torch.arange(24) % 2 if OBJECTIVES[objective].needs_uses else None
+    uses = torch.arange(24) % 2 if rule_of_used(objective, {}) else None
     options = {"low": 0.7, "high": 1.4} if objective in ("grpo", "clip_higher", "push_once", "gspo") else {}
     if OBJECTIVES[objective].solves_bounds:
         options = {"bounds": ClipBounds(*(torch.tensor(x, dtype=torch.float64) for x in (0.7, 1.4, 0.5)))}
@@ -343,30 +344,28 @@ def test_dual_clip_below_one_is_refused():
         evaluate("dual_clip", cap=0.5)
 
 
-def test_the_names_that_need_no_torch_are_those_of_the_objectives():
-    assert tuple(OBJECTIVE_OPTIONS) == tuple(OBJECTIVES)
-
-
 def test_an_objective_says_what_it_takes():
-    assert OBJECTIVES["dual_clip"].options == {"low": 0.8, "high": 1.2, "cap": 3.0, "used_low": None}
-    assert OBJECTIVES["bapo"].options == {"dual_clip": None}  # its bounds are solved, not chosen
-    assert OBJECTIVES["topr"].options == {}
-    assert OBJECTIVES["dppo"].options == {"delta": 0.15}
-    kinds = ("solves_bounds", "whole_update", "needs_sequences", "needs_uses")
+    assert OBJECTIVE_OPTIONS["dual_clip"] == {"low": 0.8, "high": 1.2, "cap": 3.0, "used_low": None}
+    assert OBJECTIVE_OPTIONS["bapo"] == {"dual_clip": None}  # its bounds are solved, not chosen
+    for name, objective in OBJECTIVES.items():
+        parameters = inspect.signature(objective.settings or objective.compute).parameters
+        own = {key: each.default for key, each in parameters.items() if key not in ("tokens", "bounds")}
+        assert OBJECTIVE_OPTIONS[name] == own
+    kinds = ("solves_bounds", "whole_update", "needs_sequences")
     found = {kind: [name for name in OBJECTIVES if getattr(OBJECTIVES[name], kind)] for kind in kinds}
     assert found == {
         "solves_bounds": ["brake", "brake_all", "bapo"],
         "whole_update": ["m2po"],
         "needs_sequences": ["gspo", "topr", "opsm", "vespo"],
-        "needs_uses": ["push_once", "brake"],
     }
+    assert [name for name in OBJECTIVES if rule_of_used(name, {})] == ["push_once", "brake"]
 
 
 @pytest.mark.parametrize("objective", sorted(OBJECTIVES))
 def test_only_those_that_need_sequences_fail_without_them(objective):
     bounds = ClipBounds(low=torch.tensor(0.8), high=torch.tensor(1.2), share=torch.tensor(0.5))
     options = {"bounds": bounds} if OBJECTIVES[objective].solves_bounds else {}
-    options |= {"uses": [0, 1, 0, 1]} if OBJECTIVES[objective].needs_uses else {}
+    options |= {"uses": [0, 1, 0, 1]} if rule_of_used(objective, {}) else {}
     if OBJECTIVES[objective].needs_sequences:
         with pytest.raises(ValueError, match="Pass sequence_ids"):
             evaluate(objective, **options)

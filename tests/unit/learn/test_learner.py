@@ -550,22 +550,6 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"lr": math.nan}, "lr=nan"),
-        ({"lr": 1e30}, "lr=1e\\+30 must be a finite number above 0 and at most 1000"),
-        ({"clip_norm": math.inf}, "clip_norm=inf"),
-        ({"temperature": math.inf}, "temperature=inf"),
-        ({"lr": 1.0, "weight_decay": 2.0}, "learn.weight_decay=2.0 with learn.lr=1.0"),
-        ({"options": {"low": math.nan}}, "objective.options.low=nan"),
-    ],
-)
-def test_settings_that_could_make_weights_infinite_are_refused(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        LearnerSettings(**wrong)
-
-
 def test_learning_rate_schedules_by_hand():
     def at(update, schedule):
         return learning_rate(update, LearnerSettings(lr=1.0, warmup_updates=4, schedule=schedule, total_updates=12))

@@ -1,9 +1,9 @@
-"""The bound solver in two launches: tokens -> partial tables, partial tables -> bounds.
+"""The bound solver in two kernels: tokens -> partial tables, the sum of these -> bounds.
 
 The first kernel reads every token once per sixteen candidates, compares it with them and adds up in registers, in
 float64; each program leaves one column of partial sums, so there are no atomics and the result does not depend on the
-order in which programs run. The second, a single program, adds the columns and walks the path. Nothing in between: no
-candidates x tokens temporaries, no look from the host.
+order in which programs run. The second, a single program, walks the path over the sums of the columns. There are no
+candidates x tokens temporaries, and no look from the host.
 
 Comparisons are those of `bapo.core.bounds`: with thresholds rounded to the ratio's dtype, on signed ratios r sign(A),
 where one `<` serves both signs. A value that is not finite turns the whole table into NaN.
@@ -88,7 +88,7 @@ def signal_partials(
 
 
 def choose_bounds(
-    partials: Tensor,  # [settings.table_size] or [settings.table_size, programs] float64
+    table: Tensor,  # [settings.table_size] float64
     low: Tensor,  # [lows] float64
     high: Tensor,  # [highs] float64
     *,
@@ -101,15 +101,14 @@ def choose_bounds(
 
     Then, with a brake, the lower bound that it raises low to, and the drift.
     """
-    lows, highs = low.numel(), high.numel()
-    programs = partials.numel() // len(partials)
-    values = torch.empty(7, dtype=dtype, device=partials.device)
-    stop = torch.empty((), dtype=torch.int64, device=partials.device)
-    given = partials.contiguous(), low, high, values, stop
-    constants = high_first, brake is not None, PATH_BLOCK, 16 if programs <= 16 else 64
+    values = torch.empty(7, dtype=dtype, device=table.device)
+    stop = torch.empty((), dtype=torch.int64, device=table.device)
+    given = table.contiguous(), low, high, values, stop
+    constants = high_first, brake is not None, PATH_BLOCK
     kinds = kinds_of(*given)
     key = None if kinds is None else (kinds, constants)
-    _choose(key, (1, 1, 1), *given, programs, lows, highs, target_share, 1.0 if brake is None else brake, *constants)
+    numbers = low.numel(), high.numel(), target_share, 1.0 if brake is None else brake
+    _choose(key, (1, 1, 1), *given, *numbers, *constants)
     *found, braked, drift = values.unbind()
     return (*found, stop), None if brake is None else (braked, drift)
 
@@ -241,17 +240,6 @@ def _signal_kernel(
 
 
 @triton.jit
-def _row_sums(partials_ptr, row, exists, programs, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr):
-    """The table's entries in these rows: the same tile for any row, so that equal rows give equal bits."""
-    sums = tl.zeros((BLOCK_C, BLOCK_P), dtype=tl.float64)
-    for start in range(0, programs, BLOCK_P):
-        program = start + tl.arange(0, BLOCK_P)
-        here = exists[:, None] & (program < programs)[None, :]
-        sums += tl.load(partials_ptr + row[:, None] * programs + program[None, :], mask=here, other=0.0)
-    return tl.sum(sums, axis=1)
-
-
-@triton.jit
 def _share(positive, negative, signed_tokens):
     """P / (P + N). All clipped away: 0. No signal at all: 1."""
     total = positive + negative
@@ -260,14 +248,13 @@ def _share(positive, negative, signed_tokens):
     return tl.where(empty, nothing, positive / tl.where(empty, 1.0, total))
 
 
-@triton.jit(do_not_specialize=["programs", "lows", "highs"])
+@triton.jit(do_not_specialize=["lows", "highs"])
 def _choose_kernel(
-    partials_ptr,
+    table_ptr,
     low_ptr,
     high_ptr,
     values_ptr,
     stop_ptr,
-    programs,
     lows,
     highs,
     target_share: tl.float64,
@@ -275,79 +262,35 @@ def _choose_kernel(
     HIGH_FIRST: tl.constexpr,
     BRAKE: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    BLOCK_P: tl.constexpr,
 ):
-    """The first candidate on the path with share >= target_share.
-
-    One bound moves while the other rests, at its start (if it has yet to move) or at its end. So the path's two legs
-    are the highs over one N and the lows over one P, and where they meet both name the same candidate.
-    """
+    """The first candidate on the path with share >= target_share: one bound moves to its end, and then the other."""
     block = tl.arange(0, BLOCK_C)
-    # The ends of both ranges, the count and the brake's sums, as rows 0 to 6 of one tile.
-    row = tl.where(block == 1, highs - 1, 0)
-    row = tl.where(block == 2, highs, row)
-    row = tl.where(block == 3, highs + lows - 1, row)
-    row = tl.where(block == 4, highs + lows, row)
-    if BRAKE:
-        row = tl.where(block == 5, highs + lows + 1, row)
-        row = tl.where(block == 6, highs + lows + 2, row)
-    ends = _row_sums(partials_ptr, row, block < 7, programs, BLOCK_C, BLOCK_P)
-    first_positive = tl.sum(tl.where(block == 0, ends, 0.0), axis=0)
-    last_positive = tl.sum(tl.where(block == 1, ends, 0.0), axis=0)
-    first_negative = tl.sum(tl.where(block == 2, ends, 0.0), axis=0)
-    last_negative = tl.sum(tl.where(block == 3, ends, 0.0), axis=0)
-    signed_tokens = tl.sum(tl.where(block == 4, ends, 0.0), axis=0)
-    share_at_start = _share(first_positive, first_negative, signed_tokens)
-    share_at_end = _share(last_positive, last_negative, signed_tokens)
-
-    if HIGH_FIRST:
-        resting_negative, resting_positive = first_negative, last_positive
-        high_leg, low_leg = 0, highs - 1
-    else:
-        resting_negative, resting_positive = last_negative, first_positive
-        high_leg, low_leg = lows - 1, 0
-
-    never = highs + lows
-    found = never
-    share = share_at_end
-    everything = signed_tokens
-    for start in range(0, highs, BLOCK_C):
-        index = start + block
-        exists = index < highs
-        positive = _row_sums(partials_ptr, index, exists, programs, BLOCK_C, BLOCK_P)
-        shares = _share(positive, resting_negative, signed_tokens)
-        reached = exists & (shares >= target_share)
-        position = tl.min(tl.where(reached, index + high_leg, never), axis=0)
-        share_there = tl.sum(tl.where(index + high_leg == position, shares, 0.0), axis=0)
-        share = tl.where(position < found, share_there, share)
-        found = tl.minimum(found, position)
-        everything += tl.sum(tl.where(exists, positive, 0.0), axis=0)
-    for start in range(0, lows, BLOCK_C):
-        index = start + block
-        exists = index < lows
-        negative = _row_sums(partials_ptr, highs + index, exists, programs, BLOCK_C, BLOCK_P)
-        shares = _share(resting_positive, negative, signed_tokens)
-        reached = exists & (shares >= target_share)
-        position = tl.min(tl.where(reached, index + low_leg, never), axis=0)
-        share_there = tl.sum(tl.where(index + low_leg == position, shares, 0.0), axis=0)
-        share = tl.where(position < found, share_there, share)
-        found = tl.minimum(found, position)
-        everything += tl.sum(tl.where(exists, negative, 0.0), axis=0)
-
     last = highs + lows - 2
+    signed_tokens = tl.load(table_ptr + highs + lows)
+    found = last + 1
+    everything = signed_tokens
+    for start in range(0, last + 1, BLOCK_C):
+        position = start + block
+        exists = position <= last
+        high_index = tl.minimum(position, highs - 1) if HIGH_FIRST else tl.maximum(position - (lows - 1), 0)
+        positive = tl.load(table_ptr + high_index, mask=exists, other=0.0)
+        negative = tl.load(table_ptr + highs + position - high_index, mask=exists, other=0.0)
+        reached = exists & (_share(positive, negative, signed_tokens) >= target_share)
+        found = tl.minimum(found, tl.min(tl.where(reached, position, last + 1), axis=0))
+        everything += tl.sum(positive + negative, axis=0)
+
     index = tl.minimum(found, last)
-    if HIGH_FIRST:
-        high_index = tl.minimum(index, highs - 1)
-        low_index = index - high_index
-        raised_high = index < highs
-    else:
-        low_index = tl.minimum(index, lows - 1)
-        high_index = index - low_index
-        raised_high = index >= lows
+    high_index = tl.minimum(index, highs - 1) if HIGH_FIRST else tl.maximum(index - (lows - 1), 0)
+    low_index = index - high_index
+    raised_high = index < highs if HIGH_FIRST else index >= lows
+    share = _share(tl.load(table_ptr + high_index), tl.load(table_ptr + highs + low_index), signed_tokens)
+    share_at_start = _share(tl.load(table_ptr), tl.load(table_ptr + highs), signed_tokens)
+    last_positive, last_negative = tl.load(table_ptr + highs - 1), tl.load(table_ptr + highs + lows - 1)
+    share_at_end = _share(last_positive, last_negative, signed_tokens)
     # StopReason: START 0, RAISING_HIGH 1, RAISING_LOW 2, END 3, NO_SIGNAL 4
     stop = tl.where(raised_high, 1, 2)
     stop = tl.where(index == 0, 0, stop)
-    stop = tl.where(found == never, 3, stop)
+    stop = tl.where(found > last, 3, stop)
     stop = tl.where(signed_tokens == 0, 4, stop)
 
     poison = tl.where(tl.abs(everything) < float("inf"), 0.0, float("nan"))
@@ -359,8 +302,8 @@ def _choose_kernel(
     tl.store(values_ptr + 4, share_at_end + poison)
     tl.store(stop_ptr, stop.to(tl.int64))
     if BRAKE:
-        fallen = tl.sum(tl.where(block == 5, ends, 0.0), axis=0)
-        count = tl.sum(tl.where(block == 6, ends, 0.0), axis=0)
+        fallen = tl.load(table_ptr + highs + lows + 1)
+        count = tl.load(table_ptr + highs + lows + 2)
         drift = fallen / tl.where(count < 1, 1.0, count)
         strength = drift / delta
         strength = tl.where(strength < 0, 0.0, tl.where(strength > 1, 1.0, strength))

@@ -5,8 +5,8 @@
 
 The derivative is a by-product of the forward pass, so w_t dL_t is stored there and the backward pass is one product
 with the incoming gradient over the denominator. The losses of single tokens are not stored at all. Each program leaves
-its sums of them and of the numbers every loss call reports; a second, single program turns these into the loss, clip
-statistics and, for bounds that were given, their positive share. All sums are in float64 and in a fixed order.
+its sums of them and of the numbers every loss call reports: of these, the loss, clip statistics and the positive share
+of given bounds are made. All sums are in float64 and in a fixed order.
 
 Inputs are taken as they are: in any floating dtype, with anything where the mask is off. A value that is not finite
 under the mask makes the loss NaN, and the gradient of every token with it.
@@ -22,13 +22,15 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bapo.core.bounds import share_of_sums
+from bapo.core.checks import zero_or_nan
+from bapo.core.entropy_rule import clip_fractions
 from bapo.core.kernels import blocks_of
 from bapo.core.kernels.bounds import limited_ratio
 
 BLOCK_TOKENS = 1024
 SUMS = 8
 """Tokens, positive and negative ones, blocked ones of each sign, P, N, and the loss."""
-STATISTICS = ("positive_tokens", "negative_tokens", "clip_fraction", "clip_fraction_positive", "clip_fraction_negative")
 
 
 class ClippedLoss(NamedTuple):
@@ -88,24 +90,18 @@ def clipped_loss(
         log_ratio_limit,
         BLOCK_TOKENS,
     )
-    loss, scale = derivative.new_empty(()), derivative.new_empty(())
-    statistics = partials.new_empty(len(STATISTICS))
-    bounds = statistics if solved else derivative.new_empty(3)
-    if denominator is None:
-        kind, denominator = "counted", 0.0
-    elif isinstance(denominator, Tensor):
-        kind, denominator = "pointer", _on(device, denominator)
-    else:
-        kind, denominator = "number", float(denominator)
-    _summary_kernel[(1,)](
-        partials, loss, scale, statistics, bounds, low, high, denominator, programs, solved, kind, SUMS, 256
-    )
-    return ClippedLoss(
-        _WithDerivative.apply(logprobs, loss, derivative, scale),
-        retained,
-        dict(zip(STATISTICS, statistics.unbind(), strict=True)),
-        () if solved else bounds.unbind(),
-    )
+    tokens_chosen, *counts, positive, negative, total = partials.sum(1).unbind()
+    bad = zero_or_nan(total)
+    if isinstance(denominator, Tensor):
+        denominator = _on(device, denominator).double().squeeze()
+    divisor = tokens_chosen if denominator is None else denominator
+    loss, scale = ((each / divisor + bad).float() for each in (total, torch.ones_like(total)))
+    given: tuple[Tensor, ...] = ()
+    if not solved:
+        share = share_of_sums(positive, negative, counts[0] + counts[1]) + bad
+        given = torch.full_like(loss, float(low)), torch.full_like(loss, float(high)), share.float()
+    tied = _WithDerivative.apply(logprobs, loss, derivative, scale)
+    return ClippedLoss(tied, retained, clip_fractions(tokens_chosen, *counts), given)
 
 
 def _on(device: torch.device, number: Tensor) -> Tensor:
@@ -213,66 +209,3 @@ def _clipped_kernel(
     tl.store(out + 5 * programs, tl.sum(tl.where(counted & positive, signal, 0.0), axis=0))
     tl.store(out + 6 * programs, -tl.sum(tl.where(counted & negative, signal, 0.0), axis=0))
     tl.store(out + 7 * programs, tl.sum(loss.to(tl.float64), axis=0))
-
-
-@triton.jit(do_not_specialize=["programs"])
-def _summary_kernel(
-    partials_ptr,
-    loss_ptr,
-    scale_ptr,
-    statistics_ptr,
-    bounds_ptr,
-    low,
-    high,
-    denominator,
-    programs,
-    SOLVED: tl.constexpr,
-    DENOMINATOR: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Sums over programs -> the loss, what gradients are multiplied by, five fractions, and given bounds with share."""
-    row = tl.arange(0, ROWS)
-    sums = tl.zeros((ROWS, BLOCK), dtype=tl.float64)
-    for start in range(0, programs, BLOCK):
-        program = start + tl.arange(0, BLOCK)
-        here = (program < programs)[None, :] & (row >= 0)[:, None]
-        sums += tl.load(partials_ptr + row[:, None] * programs + program[None, :], mask=here, other=0.0)
-    totals = tl.sum(sums, axis=1)
-    tokens = tl.sum(tl.where(row == 0, totals, 0.0), axis=0)
-    positive_tokens = tl.sum(tl.where(row == 1, totals, 0.0), axis=0)
-    negative_tokens = tl.sum(tl.where(row == 2, totals, 0.0), axis=0)
-    blocked_positive = tl.sum(tl.where(row == 3, totals, 0.0), axis=0)
-    blocked_negative = tl.sum(tl.where(row == 4, totals, 0.0), axis=0)
-    positive = tl.sum(tl.where(row == 5, totals, 0.0), axis=0)
-    negative = tl.sum(tl.where(row == 6, totals, 0.0), axis=0)
-    loss = tl.sum(tl.where(row == 7, totals, 0.0), axis=0)
-
-    if DENOMINATOR == "counted":
-        divisor = tokens
-    elif DENOMINATOR == "pointer":
-        divisor = tl.load(denominator).to(tl.float64)
-    else:
-        divisor = tl.cast(denominator, tl.float64)
-    # Without tokens to divide by, or with a loss that is not finite, loss and scale (hence every gradient) are NaN.
-    poison = tl.where((divisor != 0) & (tl.abs(loss) < float("inf")), 0.0, float("nan"))
-    divisor = tl.where(divisor == 0, 1.0, divisor)
-    tl.store(loss_ptr, loss / divisor + poison)
-    tl.store(scale_ptr, 1.0 / divisor + poison)
-
-    signed_tokens = positive_tokens + negative_tokens
-    blocked = blocked_positive + blocked_negative
-    tl.store(statistics_ptr, positive_tokens / tl.where(tokens > 0, tokens, 1.0))
-    tl.store(statistics_ptr + 1, negative_tokens / tl.where(tokens > 0, tokens, 1.0))
-    tl.store(statistics_ptr + 2, blocked / tl.where(signed_tokens > 0, signed_tokens, 1.0))
-    tl.store(statistics_ptr + 3, blocked_positive / tl.where(positive_tokens > 0, positive_tokens, 1.0))
-    tl.store(statistics_ptr + 4, blocked_negative / tl.where(negative_tokens > 0, negative_tokens, 1.0))
-
-    if not SOLVED:
-        total = positive + negative
-        nothing = tl.where(signed_tokens == 0, 1.0, 0.0)
-        share = tl.where(total == 0, nothing, positive / tl.where(total == 0, 1.0, total))
-        bad = tl.where(tl.abs(loss) < float("inf"), 0.0, float("nan"))
-        tl.store(bounds_ptr, low)
-        tl.store(bounds_ptr + 1, high)
-        tl.store(bounds_ptr + 2, share + bad)

@@ -11,9 +11,9 @@ import torch
 from torch.testing import assert_close
 
 from bapo import ClipSettings, StopReason, bounds_from_table, signal_table, solve_bounds
-from bapo.core.bounds import bounds_by_kernel, parts_by_kernel
+from bapo.core.bounds import table_by_kernel, walked_by_kernel
 from bapo.core.checks import MAX_LOG_RATIO
-from bapo.core.kernels.bounds import BLOCK_TOKENS, MAX_PROGRAMS, kinds_of
+from bapo.core.kernels.bounds import BLOCK_TOKENS, kinds_of
 from bapo.core.tokens import Tokens
 from tests.precisions import PRECISIONS
 from tests.reference import search
@@ -28,14 +28,14 @@ RANGES = [
 ]
 
 
-def parts_of(ratio, advantages, mask, settings, behavior=None, limit=None, uses=None):
+def table_of(ratio, advantages, mask, settings, behavior=None, limit=None, uses=None):
     behavior, uses = (None if x is None else x.to(DEVICE) for x in (behavior, uses))
-    return parts_by_kernel(ratio.to(DEVICE), advantages.to(DEVICE), mask.to(DEVICE), settings, behavior, uses, limit)
+    return table_by_kernel(ratio.to(DEVICE), advantages.to(DEVICE), mask.to(DEVICE), settings, behavior, uses, limit)
 
 
 def kernel_bounds(ratio, advantages, mask, settings, behavior=None, uses=None):
     dtype = torch.float64 if ratio.dtype == torch.float64 else torch.float32
-    return bounds_by_kernel(parts_of(ratio, advantages, mask, settings, behavior, uses=uses), settings, dtype)
+    return walked_by_kernel(table_of(ratio, advantages, mask, settings, behavior, uses=uses), settings, dtype)
 
 
 def values(bounds):
@@ -82,13 +82,12 @@ def test_table_and_bounds_equal_those_of_the_torch_path(measure, weight, order):
     for seed, target in enumerate((0.3, 0.45, 0.9)):
         settings = ClipSettings(target_share=target, measure=measure, weight=weight, order=order)
         ratio, advantages, mask, behavior = tokens_near_the_grid(count, settings, seed)
-        parts = parts_of(ratio, advantages, mask, settings, behavior)
-        assert parts.shape[1] == 3
+        ours = table_of(ratio, advantages, mask, settings, behavior)
         table = signal_table(ratio, advantages, mask, settings, behavior_logprobs=behavior)
-        assert_close(parts.sum(1).cpu(), table, rtol=1e-12, atol=1e-12)
+        assert_close(ours.cpu(), table, rtol=1e-12, atol=1e-12)
         expected = solve_bounds(ratio, advantages, mask, settings, behavior_logprobs=behavior)
-        for filled in (parts, table.to(DEVICE)):
-            bounds = bounds_by_kernel(filled, settings, torch.float32)
+        for filled in (ours, table.to(DEVICE)):
+            bounds = walked_by_kernel(filled, settings, torch.float32)
             assert values(bounds) == pytest.approx(values(expected), rel=1e-6)
             assert bounds.stop == expected.stop
 
@@ -157,11 +156,11 @@ def test_a_share_exactly_at_the_target_reaches_it_in_float64():
 def test_padded_input_and_views_count_like_packed_input():
     settings = ClipSettings()
     ratio, advantages, mask, _ = tokens_near_the_grid(600, settings, 1)
-    packed = parts_of(ratio, advantages, mask, settings).sum(1)
-    padded = parts_of(*(x.view(20, 30) for x in (ratio, advantages, mask)), settings).sum(1)
+    packed = table_of(ratio, advantages, mask, settings)
+    padded = table_of(*(x.view(20, 30) for x in (ratio, advantages, mask)), settings)
     assert_close(padded, packed, rtol=0, atol=0)
     transposed = [x.view(20, 30).t().contiguous().t() for x in (ratio, advantages, mask)]
-    assert_close(parts_of(*transposed, settings).sum(1), packed, rtol=0, atol=0)
+    assert_close(table_of(*transposed, settings), packed, rtol=0, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, under the interpreter
@@ -173,11 +172,11 @@ def test_a_bad_value_poisons_every_entry_and_every_bound(bad, place):
     advantages[280] = 1.0
     {"ratio": ratio, "advantages": advantages, "behavior": behavior}[place][280] = bad
     mask[280] = False
-    assert parts_of(ratio, advantages, mask, settings, behavior).isfinite().all()
+    assert table_of(ratio, advantages, mask, settings, behavior).isfinite().all()
     mask[280] = True
-    parts = parts_of(ratio, advantages, mask, settings, behavior)
-    assert parts.sum(1).isnan().all()
-    bounds = bounds_by_kernel(parts, settings, torch.float32)
+    table = table_of(ratio, advantages, mask, settings, behavior)
+    assert table.isnan().all()
+    bounds = walked_by_kernel(table, settings, torch.float32)
     assert all(math.isnan(value) for value in values(bounds)[:5])
 
 
@@ -185,7 +184,7 @@ def test_an_infinite_table_has_no_plausible_bounds():
     settings = ClipSettings()
     table = signal_table(torch.ones(3), torch.ones(3), torch.ones(3).bool(), settings)
     table[-2] = math.inf
-    assert all(math.isnan(value) for value in values(bounds_by_kernel(table.to(DEVICE), settings, torch.float32))[:5])
+    assert all(math.isnan(value) for value in values(walked_by_kernel(table.to(DEVICE), settings, torch.float32))[:5])
 
 
 def test_log_probs_give_the_table_of_their_ratios_without_tokens_past_the_limit():
@@ -198,17 +197,17 @@ def test_log_probs_give_the_table_of_their_ratios_without_tokens_past_the_limit(
     mask[3:6] = True
     tokens = Tokens(logprobs, behavior, advantages, mask)
     expected = signal_table(tokens.ratio, advantages, mask & tokens.within, settings, behavior_logprobs=behavior)
-    parts = parts_of(logprobs, advantages, mask, settings, behavior, MAX_LOG_RATIO)
-    assert_close(parts.sum(1).cpu(), expected, rtol=1e-6, atol=1e-6)
-    assert parts.sum(1)[-1] == expected[-1] < mask.sum()
+    table = table_of(logprobs, advantages, mask, settings, behavior, MAX_LOG_RATIO)
+    assert_close(table.cpu(), expected, rtol=1e-6, atol=1e-6)
+    assert table[-1] == expected[-1] < mask.sum()
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_a_bad_log_prob_is_no_token_past_the_limit(bad):
     logprobs = torch.tensor([-1.0, bad, -1.0])
-    parts = parts_of(logprobs, torch.ones(3), torch.ones(3).bool(), ClipSettings(), -torch.ones(3), MAX_LOG_RATIO)
-    assert parts.isnan().all()
+    table = table_of(logprobs, torch.ones(3), torch.ones(3).bool(), ClipSettings(), -torch.ones(3), MAX_LOG_RATIO)
+    assert table.isnan().all()
 
 
 @pytest.mark.parametrize("weight", ["none", "rollout_prob"])
@@ -218,11 +217,11 @@ def test_masked_tokens_may_hold_anything(weight, limit, dtype):
     settings = ClipSettings(weight=weight, measure="surrogate")
     ratio, advantages, mask, behavior = tokens_near_the_grid(300, settings, 6, dtype)
     first = ratio if limit is None else behavior + ratio.log().clamp(min=-30)
-    clean = parts_of(first, advantages, mask, settings, behavior, limit)
+    clean = table_of(first, advantages, mask, settings, behavior, limit)
     for values, bad in zip((first, advantages, behavior), (math.inf, math.nan, math.inf), strict=True):
         values[~mask] = bad
     assert clean.isfinite().all()
-    assert torch.equal(parts_of(first, advantages, mask, settings, behavior, limit), clean)
+    assert torch.equal(table_of(first, advantages, mask, settings, behavior, limit), clean)
 
 
 def test_programs_stride_over_more_tokens_than_they_cover_at_once(monkeypatch):
@@ -230,23 +229,20 @@ def test_programs_stride_over_more_tokens_than_they_cover_at_once(monkeypatch):
     ratio, advantages, mask, _ = tokens_near_the_grid(3 * BLOCK_TOKENS + 1, settings, 3)
     expected = signal_table(ratio, advantages, mask, settings)
     monkeypatch.setattr("bapo.core.kernels.bounds.MAX_PROGRAMS", 2)
-    parts = parts_of(ratio, advantages, mask, settings)
-    assert parts.shape[1] == 2 < MAX_PROGRAMS
-    assert_close(parts.sum(1).cpu(), expected, rtol=1e-12, atol=1e-12)
+    assert_close(table_of(ratio, advantages, mask, settings).cpu(), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_more_parts_than_one_tile_of_the_second_kernel_holds():
-    settings = ClipSettings(target_share=0.45)
-    ratio, advantages, mask, _ = tokens_near_the_grid(400, settings, 4)
-    table = signal_table(ratio, advantages, mask, settings)
-    parts = table[:, None] * torch.full((150,), 1 / 128, dtype=torch.float64)
-    parts[:, 128:] = 0
-    bounds = bounds_by_kernel(parts.to(DEVICE), settings, torch.float32)
-    assert values(bounds) == pytest.approx(values(bounds_from_table(table, settings)))
+def test_more_candidates_than_one_tile_of_the_second_kernel_holds():
+    for order, target in itertools.product(("high_first", "low_first"), (0.3, 0.45, 0.5, 0.9)):
+        settings = ClipSettings(target_share=target, order=order, low_step=0.002, high_step=0.02)
+        ratio, advantages, mask, _ = tokens_near_the_grid(400, settings, 4)
+        table = signal_table(ratio, advantages, mask, settings)
+        bounds = walked_by_kernel(table.to(DEVICE), settings, torch.float32)
+        assert values(bounds) == pytest.approx(values(bounds_from_table(table, settings)))
 
 
 def test_the_same_tokens_give_the_same_bits():
     settings = ClipSettings()
     ratio, advantages, mask, _ = tokens_near_the_grid(700, settings, 5)
-    first, second = (parts_of(ratio, advantages, mask, settings) for _ in range(2))
+    first, second = (table_of(ratio, advantages, mask, settings) for _ in range(2))
     assert torch.equal(first, second)
