@@ -4,8 +4,6 @@ The arguments of a command are a dataclass whose docstrings are the help text. `
 of a configuration instead: `words.py` reads them, and only their help is made here.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout

@@ -12,8 +12,6 @@
 A message names what is wrong, why, and what to do instead. It is shown without a traceback.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

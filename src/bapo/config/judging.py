@@ -1,7 +1,5 @@
 """The section task.judge: the model that scores responses with task.reward = "judge"."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit

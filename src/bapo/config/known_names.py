@@ -5,12 +5,9 @@ of that name: actor_rollout_ref.actor.ppo_epochs is known as ppo_epochs. `python
 docs/reference/names.md, and `bapo convert` goes by the same table.
 """
 
-from __future__ import annotations
-
 import difflib
-import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -18,9 +15,6 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel
 
 from bapo.config.words import leaves
-
-_END = r"(?!\w|\.\w)"
-"""What follows a whole key."""
 
 
 class Known(NamedTuple):
@@ -102,18 +96,3 @@ def similar(key: str, schema: type[BaseModel], *, table: bool) -> list[str]:
         known = list(dict.fromkeys(name.rpartition(".")[0] for name in known if "." in name))
     same = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
     return same or difflib.get_close_matches(key, known, n=1)
-
-
-def meant(key: str, schema: type[BaseModel], *, table: bool) -> list[str]:
-    """The keys and tables that a correction of an unknown key may set."""
-    known = known_elsewhere(key, schema)
-    return similar(key, schema, table=table) if known is None else [known.key]
-
-
-def names_any(text: str, keys: Iterable[str], schema: type[BaseModel]) -> bool:
-    """Whether a message names one of these keys, or a key in one of these tables.
-
-    A key that is in no table is an ordinary word, such as out. It is named where its value follows.
-    """
-    meant = [key for key in leaves(schema) if any(f"{key}.".startswith(f"{one}.") for one in keys if one)]
-    return any(re.search(rf"(?<![\w.]){re.escape(key)}{_END if '.' in key else '='}", text) for key in meant)

@@ -1,7 +1,5 @@
 """The section `learn` of a run of `bapo train`: how the weights are updated, beside what every optimizer needs."""
 
-from __future__ import annotations
-
 import re
 from typing import Literal, Self, get_args
 

@@ -1,7 +1,5 @@
 """Numbers with their nouns, for sentences that a person reads: `1 update`, `1,200 updates`, `every step`."""
 
-from __future__ import annotations
-
 
 def counted(count: int, noun: str, plural: str = "") -> str:
     """The number and its noun. `plural`: the noun for any number but 1, if an s does not make it."""

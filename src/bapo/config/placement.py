@@ -1,7 +1,5 @@
 """Where a run computes: device, precision and threads, as far as its configuration leaves them open."""
 
-from __future__ import annotations
-
 import os
 from typing import Literal
 

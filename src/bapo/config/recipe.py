@@ -5,8 +5,6 @@ files in the folders recipes/ and grids/ of the package. The first comment of ea
 in the current directory, which may be a stranger's, does not take its place: `./offpolicy` means that one.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import textwrap
@@ -20,7 +18,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from bapo.config.errors import ConfigError
-from bapo.config.known_names import hint, known_elsewhere, meant, names_any, similar
+from bapo.config.known_names import hint, known_elsewhere, similar
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
 from bapo.config.words import leaves
@@ -197,33 +195,7 @@ def check(schema: type[Schema], values: dict[str, Any]) -> tuple[Schema | None, 
     try:
         return schema.model_validate(values), []
     except ValidationError as error:
-        items = error.errors()
-        wrong = list(dict.fromkeys(line for item in items for line in _explain(item, schema)))
-        if all(item["type"] == "extra_forbidden" for item in items):
-            wrong += _disagreements(schema, values, items)
-        return None, wrong
-
-
-def _disagreements(schema: type[BaseModel], values: dict[str, Any], unknown: Sequence[Any]) -> list[str]:
-    """What is wrong between the keys that are known, unless a correction of the others may mend it."""
-    try:
-        schema.model_validate(_without(values, [item["loc"] for item in unknown]))
-    except ValidationError as error:
-        corrected = [
-            key for item in unknown for key in meant(_dotted(item), schema, table=isinstance(item["input"], dict))
-        ]
-        lines = [line for item in error.errors() if item["type"] == "value_error" for line in _explain(item, schema)]
-        return [line for line in lines if not names_any(line, corrected, schema)]
-    return []
-
-
-def _without(values: dict[str, Any], places: Sequence[tuple[int | str, ...]]) -> dict[str, Any]:
-    """The same keys, but for those in some places."""
-    left = {key: value for key, value in values.items() if (key,) not in places}
-    for key, value in left.items():
-        if isinstance(value, dict):
-            left[key] = _without(value, [place[1:] for place in places if place[:1] == (key,)])
-    return left
+        return None, list(dict.fromkeys(line for item in error.errors() for line in _explain(item, schema)))
 
 
 def draft(schema: type[Schema], values: dict[str, Any]) -> Schema:

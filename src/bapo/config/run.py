@@ -5,8 +5,6 @@ anything heavy is imported, with the keys that disagree and what to set instead.
 run: a laptop, minutes, no network.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import isfinite
 from typing import Self

@@ -3,8 +3,6 @@
 Each section checks its own keys. What several sections must agree on is checked in `run.py`.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
 

@@ -4,8 +4,6 @@
 decided here; it depends on the data.
 """
 
-from __future__ import annotations
-
 from typing import Literal, Self
 
 from pydantic import Field, model_validator

@@ -1,7 +1,5 @@
 """The task of a run of `bapo train`: its problems, what answers the model between its turns, and what scores it."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator

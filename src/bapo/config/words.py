@@ -8,8 +8,6 @@ asks for one. Everything else stays text and is judged together with the recipe,
 in the same words wherever they stand. An option that names no key is kept under its own name and judged there too.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress

@@ -8,21 +8,5 @@
     export      writes a policy as a directory that transformers and vLLM can load
     smollm2     a small real model for a machine that can reach PyPI but no model hub
 
-Nothing here samples or learns. Nothing is loaded before it is used: the process that renders templates needs no torch.
+Nothing here samples or learns. The process that renders templates needs no torch.
 """
-
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from bapo.models.loading import hush, load_policy, outline_policy
-    from bapo.models.policy import Policy, find_stop_ids, prompt_text
-
-__all__ = ["Policy", "find_stop_ids", "hush", "load_policy", "outline_policy", "prompt_text"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'bapo.models' has no attribute {name!r}")
-    from bapo.models import loading, policy
-
-    return getattr(loading if hasattr(loading, name) else policy, name)

@@ -144,25 +144,14 @@ def without_additions(model: Any) -> Iterator[None]:
 
 
 def strange_projections(modules: list[nn.Module]) -> str | None:
-    """Why these are not all plain linear layers, or such layers with plain low-rank additions; None if they are."""
+    """Why these are not all plain linear layers, or such layers with the additions of `add_lora`; None if they are."""
     strangers = {_name(m) for m in modules if type(m) is not nn.Linear and not has_addition(m)}
     if strangers:
         return f"its projections are {', '.join(sorted(strangers))}, not plain Linear"
-    return next(filter(None, (_strange_addition(module) for module in modules if has_addition(module))), None)
-
-
-def _strange_addition(module: Any) -> str | None:
-    """What is special about the low-rank additions of a layer; None if nothing is."""
-    if type(module.base_layer) is not nn.Linear:
-        return f"its low-rank additions are to layers of type {type(module.base_layer).__name__}, not plain Linear"
-    names = sorted(module.lora_A)
-    if names != [ADDITION] or list(module.active_adapters) != [ADDITION]:
-        return f"it has the low-rank additions {', '.join(names)}, not only {ADDITION!r}"
-    if module.disable_adapters or module.merged:
-        return "its low-rank additions are disabled or merged already"
-    if module.lora_variant or module.fan_in_fan_out or module.lora_bias[ADDITION]:
-        return "its low-rank additions are of a special kind (such as DoRA, or with a bias)"
-    return None if type(module.lora_dropout[ADDITION]) is nn.Identity else "its low-rank additions have dropout"
+    added: list[Any] = [module for module in modules if has_addition(module)]
+    if all(list(each.lora_A) == [ADDITION] and not each.disable_adapters and not each.merged for each in added):
+        return None
+    return f"it has other low-rank additions than {ADDITION!r}, or they are disabled or merged"
 
 
 def _name(module: nn.Module) -> str:

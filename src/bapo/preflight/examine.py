@@ -35,7 +35,7 @@ from bapo.tasks.data.problems import (
     load_problems,
     without_overlap,
 )
-from bapo.tasks.judge import JUDGE, Asked, Judge
+from bapo.tasks.judge import JUDGE, Judge
 from bapo.tasks.verify.functions import DOES_NOT_APPLY
 from bapo.tasks.verify.scorers import MATH, Verifier, check_answers, open_function
 from bapo.types import Problem
@@ -140,17 +140,14 @@ def _both_parts(
     task: TaskConfig | SftTaskConfig, load: Callable[[tuple[str, ...]], tuple[list[Item], LoadReport | None]]
 ) -> tuple[tuple[list[Item], list[Item]], list[LoadReport | None]]:
     """What is loaded of task.train and of task.test, and the reports."""
-    loaded, wrong = [], dict[str, str]()
+    loaded, wrong = [], list[str]()
     for name in PARTS:
         try:
             loaded.append(load(getattr(task, name)))
         except ValueError as error:
-            place = getattr(error, "place", "")
-            alike = str(error).removeprefix(place) if place else f"task.{name}: {error}"  # files without a column
-            before = wrong.get(alike)
-            wrong[alike] = f"{before} task.{name} lacks it, too: {place}." if before else f"task.{name}: {error}"
+            wrong.append(f"task.{name}: {error}")
     if wrong:
-        raise ValueError("\n".join(wrong.values()))
+        raise ValueError("\n".join(wrong))
     (train, of_train), (test, of_test) = loaded
     return (train, test), [of_train, of_test]
 
@@ -286,7 +283,7 @@ def make_judge(task: TaskConfig) -> Judge | None:
     if JUDGE not in task.rewards:
         return None
     asked = task.judge.model_dump() | {"rubric": task.judge.rubric_text}
-    return Judge(Asked(**asked), concurrency=task.reward_workers or 32)
+    return Judge(**asked, concurrency=task.reward_workers or 32)
 
 
 def written_answers(problem: Problem) -> list[str]:

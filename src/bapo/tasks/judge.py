@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -60,24 +59,6 @@ class Verdict(NamedTuple):
     """Tokens that it wrote."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """Where and how a judge is asked."""
-
-    url: str
-    """The endpoint, up to /v1."""
-    model: str
-    rubric: str
-    best: float = 10.0
-    temperature: float = 0.0
-    max_tokens: int = 512
-    seconds: float = 60.0
-    """For one request."""
-    retries: int = 8
-    key_variable: str = ""
-    """The environment variable that holds the key; empty if there is none."""
-
-
 def key_in(variable: str, url: str) -> str:
     """The key in an environment variable; empty if none is named. A ValueError about a bad key does not repeat it."""
     if not variable:
@@ -100,9 +81,24 @@ def key_in(variable: str, url: str) -> str:
 class Judge:
     """Asks for scores. Several requests are under way at a time, for all callers together."""
 
-    def __init__(self, asked: Asked, *, concurrency: int = 32) -> None:
-        self.asked, self.place = asked, urlsplit(asked.url)
-        self._key = key_in(asked.key_variable, asked.url)
+    def __init__(
+        self,
+        url: str,  # the endpoint, up to /v1
+        model: str,
+        rubric: str,
+        *,
+        best: float = 10.0,
+        temperature: float = 0.0,
+        max_tokens: int = 512,
+        seconds: float = 60.0,  # for one request
+        retries: int = 8,
+        key_variable: str = "",  # the environment variable that holds the key; empty if there is none
+        concurrency: int = 32,
+    ) -> None:
+        self.place, self.best, self.seconds, self.retries = urlsplit(url), best, seconds, retries
+        self._system = f"{rubric.strip()}\n\n{SYSTEM_END.format(best=best)}"
+        self._settings = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
+        self._key = key_in(key_variable, url)
         self._tls = ssl.create_default_context() if self.place.scheme == "https" else None
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="judge")
         self._ended = threading.Event()
@@ -239,17 +235,14 @@ class Judge:
 
     def _body(self, told: str, response: str) -> bytes:
         """What the judge is sent."""
-        asked = self.asked
-        system = f"{asked.rubric.strip()}\n\n{SYSTEM_END.format(best=asked.best)}"
         user = f"{told}\n\nResponse:\n{response}"
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
-        limits = {"temperature": asked.temperature, "max_tokens": asked.max_tokens}
-        return json.dumps({"model": asked.model, "messages": messages, **limits}).encode()
+        messages = [{"role": "system", "content": self._system}, {"role": "user", "content": user}]
+        return json.dumps({**self._settings, "messages": messages}).encode()
 
     def _ask(self, body: bytes) -> Verdict | str:
         """What the judge says, or why it says nothing. Works in a thread of its own."""
         pause, cause = FIRST_WAIT, ""
-        for attempt in range(self.asked.retries + 1):
+        for attempt in range(self.retries + 1):
             if attempt:
                 self._ended.wait(pause)
                 pause = min(2 * pause, LONGEST_WAIT)
@@ -271,11 +264,11 @@ class Judge:
             if not cut_off and status not in BUSY and status < HTTPStatus.INTERNAL_SERVER_ERROR:
                 return cause
             pause = max(pause, min(later, LONGEST_WAIT))
-        return f"{cause}, {self.asked.retries + 1} times"
+        return f"{cause}, {self.retries + 1} times"
 
     def _request(self, body: bytes) -> tuple[int, float, bytes]:
         """One request: status, the seconds to wait that the server asks for, and what it sent."""
-        host, port, seconds = self.place.hostname or "", self.place.port, self.asked.seconds
+        host, port, seconds = self.place.hostname or "", self.place.port, self.seconds
         headers = {"Content-Type": "application/json", "Connection": "close"}
         headers |= {"Authorization": f"Bearer {self._key}"} if self._key else {}
         if self._tls is None:
@@ -299,7 +292,7 @@ class Judge:
     def _watched(self, connection: socket.socket) -> Iterator[None]:
         """Inside, the connection is shut when its time is over: a server that sends a byte now and then has no more."""
         with self._lock:
-            self._open[connection] = time.monotonic() + self.asked.seconds
+            self._open[connection] = time.monotonic() + self.seconds
         try:
             yield
         finally:
@@ -316,9 +309,9 @@ class Judge:
             return "the judge's reply has no text"
         if not marks:
             return "the judge's reply has no line with a score"
-        if not 0 <= (mark := float(marks[-1])) <= self.asked.best:
-            return f"the judge's score is not from 0 to {self.asked.best:g}"
-        return Verdict(mark / self.asked.best, *(one if isinstance(one, int) else 0 for one in (read, written)))
+        if not 0 <= (mark := float(marks[-1])) <= self.best:
+            return f"the judge's score is not from 0 to {self.best:g}"
+        return Verdict(mark / self.best, *(one if isinstance(one, int) else 0 for one in (read, written)))
 
 
 def _told(problem: Problem) -> str:

@@ -4,14 +4,10 @@ The model is looked at without its weights, and nothing is written. Memory and t
 `preflight/memory.py`.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Iterator
-from itertools import permutations, product
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,13 +15,14 @@ from bapo.config.errors import BapoError
 from bapo.config.numerals import counted, every
 from bapo.config.run import Config
 from bapo.environments.played import PlayedTask, rehearse
-from bapo.models import Policy, hush, outline_policy
 from bapo.models.export import check_saves
+from bapo.models.loading import hush, outline_policy
+from bapo.models.policy import Policy
 from bapo.preflight.examine import TaskData, no_room, written_answers
 from bapo.preflight.memory import GIB, Memory, Seconds, Shape, memory, on_cluster, seconds
 from bapo.rollout.engine import Sampling
 from bapo.screen.terminal import duration, printable
-from bapo.tasks.countdown import Countdown
+from bapo.tasks.countdown import Countdown, expressions
 from bapo.tasks.task import Task
 from bapo.train.build import (
     cluster_notes,
@@ -212,8 +209,10 @@ def _task(config: Config, policy: Policy | None, task: Task | None, notes: list[
 
 
 def _tries(problem: Problem, task: Task) -> list[str]:
-    """Responses that may be right."""
-    return _solutions(problem) if isinstance(task, Countdown) else written_answers(problem)
+    """Responses that may be right: for the embedded task, every expression of its numbers."""
+    if isinstance(task, Countdown):
+        return [f"{text}={value}." for text, value in expressions(problem.answer["numbers"])]
+    return written_answers(problem)
 
 
 def _gold(problem: Problem, task: Task) -> tuple[str, str]:
@@ -231,15 +230,6 @@ def _gold(problem: Problem, task: Task) -> tuple[str, str]:
             "numbers in\nthe data, or ask in task.template for the form of answer that it wants.",
         )
     return f"{printable(text)!r} gets reward {reward:g}", ""
-
-
-def _solutions(problem: Problem) -> list[str]:
-    """Every expression of the embedded task with these numbers, as a response."""
-    answer: Any = problem.answer
-    return [
-        f"{a}{first}{b}{second}{c}={answer['target']}."
-        for (a, b, c), (first, second) in product(permutations(answer["numbers"]), product("+-*", repeat=2))
-    ]
 
 
 def _steps(config: Config) -> Iterator[str]:

@@ -10,10 +10,8 @@ The response is tokenised separately from the prompt, because the model also sam
 after the prompt's tokens. The end token is learned too; without it the model would never stop. It is the token that the
 chat template writes after an assistant's turn if the sampler stops there, otherwise the tokenizer's own end token.
 
-Held-out prompts are those with the smallest ids. Ids are hashes, so the held-out prompts do not depend on the seed or
-on the order of the rows, and all responses to one prompt are on the same side. Two prompts count as one if they ask the
-same question or become the same tokens: for example, a chat with a system message, and a plain text that the model puts
-the same system message before.
+Held-out prompts are those with the smallest ids. Ids are hashes of questions, so the held-out prompts do not depend on
+the seed or on the order of the rows, and all responses to one prompt are on the same side.
 
 Learner, packing, checkpoints, run directory and live view are the same as in reinforcement learning. Nothing is
 sampled, so these files say nothing about what the model writes: `bapo eval` measures that. The directory is that of
@@ -23,8 +21,6 @@ data.json        what happened to the rows of the data, and how many updates the
 metrics.jsonl    one line per update (kind imitation) and per measurement of the held-out loss (kind held_out)
 summary.json     held-out loss before and after; written last, so its presence means the run is complete
 """
-
-from __future__ import annotations
 
 import json
 import math
@@ -45,8 +41,7 @@ from bapo.config.sft import SftConfig, SftTaskConfig
 from bapo.learn.learner import Learner
 from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.supervised import measure_fit, sft_step
-from bapo.models import Policy
-from bapo.models.policy import end_of_turn
+from bapo.models.policy import Policy, end_of_turn
 from bapo.preflight.examine import Demonstrations, load_sft
 from bapo.screen.terminal import say
 from bapo.screen.view import summary_table
@@ -263,14 +258,12 @@ def encode_demonstrations(loaded: Demonstrations, config: SftTaskConfig, policy:
     encoder = Encoder(policy, config.max_tokens)
     learned = [(question(d), encoded) for d in train if (encoded := encoder(d))]
     measured = [(question(d), encoded) for d in held_out if (encoded := encoder(d))]
-    named = under_one_name(learned + measured)
-    given, measured = named[: len(learned)], named[len(learned) :]
-    names = {name for name, _ in measured} if config.test else smallest({name for name, _ in given}, config.holdout)
-    learned = [pair for pair in given if pair[0] not in names]
+    names = {name for name, _ in measured} if config.test else smallest({name for name, _ in learned}, config.holdout)
     if config.test:
-        counts["also_held_out"] = len(given) - len(learned)
+        counts["also_held_out"] = sum(name in names for name, _ in learned)
     else:
-        measured = [pair for pair in given if pair[0] in names]
+        measured = [pair for pair in learned if pair[0] in names]
+    learned = [pair for pair in learned if pair[0] not in names]
     counts |= {"too_long": encoder.too_long, "longest": encoder.limit or 0}
     if not learned or (config.test and not measured):
         kind = "task.test" if learned else "task.train"
@@ -302,22 +295,6 @@ def describe(counts: dict[str, int]) -> str:
 def question(demonstration: Demonstration) -> str:
     """The id of the question. Demonstrations of one prompt share it."""
     return demonstration.id.rpartition("-")[0]
-
-
-def under_one_name(pairs: Sequence[tuple[str, Encoded]]) -> list[tuple[str, Encoded]]:
-    """The pairs under new names, shared by all whose names or prompt tokens agree: the smallest of the old names."""
-    above: dict[str, str] = {}
-
-    def top(name: str) -> str:
-        while above.get(name, name) != name:
-            name = above[name]
-        return name
-
-    first: dict[tuple[int, ...], str] = {}
-    for name, encoded in pairs:
-        one, other = top(name), top(first.setdefault(tuple(encoded.prompt), name))
-        above[max(one, other)] = min(one, other)
-    return [(top(name), encoded) for name, encoded in pairs]
 
 
 class Encoder:

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bapo.cli import run
-from bapo.models import load_policy
-from bapo.models.loading import outline_policy
+from bapo.models.loading import load_policy, outline_policy
 from tests.tiny.families import publish
 
 FILE = "model.safetensors"

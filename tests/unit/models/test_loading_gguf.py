@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from bapo.learn.learner import Learner
 from bapo.learn.learner_settings import LearnerSettings
-from bapo.models import load_policy, smollm2
+from bapo.models import smollm2
 from bapo.models.export import save_policy
+from bapo.models.loading import load_policy
 from tests.rounding import carried
 from tests.tiny.families import FAMILIES, SIZES, make_tokenizer
 from tests.tiny.models import tiny

@@ -9,8 +9,7 @@ import pytest
 from huggingface_hub import constants
 
 from bapo.cli import run
-from bapo.models import load_policy
-from bapo.models.loading import why_not_there
+from bapo.models.loading import load_policy, why_not_there
 
 NOBODY = "http://127.0.0.1:9"  # refuses connections, as a machine without a network refuses names
 

@@ -10,8 +10,9 @@ from bapo.config.sections import RolloutConfig
 from bapo.learn.learner import Learner
 from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.packing import pack
-from bapo.models import Policy, find_stop_ids, load_policy
 from bapo.models.export import save_policy
+from bapo.models.loading import load_policy
+from bapo.models.policy import Policy, find_stop_ids
 from bapo.rollout.engine import Request, Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.types import Group, Problem, Status, Trajectory

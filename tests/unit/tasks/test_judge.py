@@ -15,7 +15,7 @@ from bapo.cli import run
 from bapo.config.recipe import check
 from bapo.config.run import Config
 from bapo.tasks import judge as module
-from bapo.tasks.judge import Asked, Judge
+from bapo.tasks.judge import Judge
 from bapo.types import Problem
 from tests.judge_server import JudgeServer
 from tests.processes import free_port, started
@@ -39,7 +39,7 @@ def opened():
     made = []
 
     def open_judge(url, **settings):
-        made.append(Judge(Asked(**{"url": url, "model": "m", "rubric": "Be kind.", "retries": 2} | settings)))
+        made.append(Judge(**{"url": url, "model": "m", "rubric": "Be kind.", "retries": 2} | settings))
         return made[-1]
 
     yield open_judge

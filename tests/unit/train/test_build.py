@@ -9,7 +9,7 @@ from bapo.config.errors import ConfigError
 from bapo.config.recipe import parse
 from bapo.config.run import Config
 from bapo.demo import model_path
-from bapo.models import Policy
+from bapo.models.policy import Policy
 from bapo.train.build import make_task
 
 GSM8K = [

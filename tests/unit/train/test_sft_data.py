@@ -3,7 +3,7 @@
 import pytest
 
 from bapo.config.sft import SftTaskConfig
-from bapo.models import Policy, find_stop_ids
+from bapo.models.policy import Policy, find_stop_ids
 from bapo.preflight.examine import load_sft
 from bapo.tasks.data.problems import Demonstration
 from bapo.train.sft import (
@@ -14,7 +14,6 @@ from bapo.train.sft import (
     encode_demonstrations,
     end_of_response,
     smallest,
-    under_one_name,
 )
 from tests.supervised import model, sums, write_rows
 from tests.tiny.tokenizers import characters
@@ -117,31 +116,6 @@ def test_prompts_of_the_held_out_file_are_taken_out_of_training(tmp_path):
     assert (len(found.train), len(found.held_out), found.counts["also_held_out"]) == (94, 6, 6)
     with pytest.raises(ValueError, match=r"task\.train gives no demonstration.*100 also held out"):
         encoded_data(train, test=(str(train),))
-
-
-@pytest.mark.parametrize("apart", [True, False])
-def test_prompts_that_become_the_same_tokens_are_on_one_side(tmp_path, apart):
-    system = {"role": "system", "content": "Add."}
-    texts = [f"{a}+{b}=" for a in range(4) for b in range(4)]
-    plain = [{"prompt": text, "response": "1"} for text in texts]
-    chats = [
-        {"messages": [system, {"role": "user", "content": text}, {"role": "assistant", "content": "2"}]}
-        for text in texts
-    ]
-    held_out = (str(write_rows(tmp_path / "held.jsonl", chats[:3])),) if apart else ()
-    rows = write_rows(tmp_path / "rows.jsonl", [*plain, *chats])
-    config = SftTaskConfig(train=(str(rows),), test=held_out, holdout=0.0 if apart else 0.25)
-    found = encode_demonstrations(load_sft(config), config, policy(chat=True, system="Add."))
-    measured, learned = ({tuple(e.prompt) for e in side} for side in (found.held_out, found.train))
-    assert not measured & learned
-    assert (len(found.train), len(found.held_out)) == ((26, 3) if apart else (24, 8))
-
-
-def test_names_are_joined_by_tokens_and_by_questions():
-    listed = [("c", Encoded([1], [0])), ("b", Encoded([1], [1])), ("b", Encoded([2], [2])), ("a", Encoded([2], [3]))]
-    listed += [("d", Encoded([3], [4]))]
-    assert [name for name, _ in under_one_name(listed)] == ["a", "a", "a", "a", "d"]
-    assert [encoded for _, encoded in under_one_name(listed)] == [encoded for _, encoded in listed]
 
 
 def test_every_demonstration_once_per_epoch_in_even_batches():

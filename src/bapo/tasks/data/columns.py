@@ -6,8 +6,8 @@ Each row is read by the columns it has, so one list of sources may mix layouts: 
 tried in a fixed order, in upper or lower case, and the first column with a value counts. If the caller names a column,
 only that one is tried. Dots lead into nested columns.
 
-A row that has none of the columns is an error, which says all that is missing and lists the columns that it has. If the
-columns are there but empty, the caller counts the row.
+A row that has none of the columns is an error, which lists the columns that it has. If the columns are there but empty,
+the caller counts the row.
 
 An answer may be inside a worked solution. GSM8K ends its solutions with `#### 72` and marks sums for a calculator,
 `<<48/2=24>>`; MATH puts the answer in a box. The rules here read gold answers, which people wrote. The verifier has its
@@ -40,23 +40,6 @@ _CALCULATOR = re.compile(r"<<[^<>]*>>")
 _THOUSANDS = re.compile(r"-?\$?\d{1,3}(,\d{3})+(\.\d+)?")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BARE_BOX = re.compile(r"\\boxed\s+([^\s{}$.,]+)")
-
-
-class MissingColumnError(ValueError):
-    """A row lacks columns."""
-
-    def __init__(self, row: Row, lacks: Sequence[tuple[str, str]]) -> None:
-        """`lacks`: what the row lacks and why we think so, in words, and the key that names the right column."""
-        told, keys = (" and ".join(texts) for texts in zip(*lacks, strict=True))
-        names = [
-            f"{name} ({', '.join(f'{name}.{inner}' for inner in value)})" if isinstance(value, dict) and value else name
-            for name, value in row.values.items()
-        ]
-        super().__init__(
-            f"{row.place} has {told}. It has {', '.join(map(str, names)) or 'no columns'}. Name the right "
-            f"column{'s' * (len(lacks) > 1)} with {keys} (dots lead into nested columns)."
-        )
-        self.lacks, self.place = lacks, row.place
 
 
 def prompt_of(row: Row, column: str | None) -> Prompt | None:
@@ -108,20 +91,6 @@ def check_text(text: str, place: str, column: str) -> None:
             f"{place}: column {column!r} holds the lone surrogate \\u{ord(text[error.start]):04x} at position "
             f"{error.start + 1}, which is half a character. Repair the text, or remove the row."
         ) from None
-
-
-def problem_of(row: Row, prompt_column: str | None, answer_column: str | None) -> tuple[Prompt | None, Any]:
-    """The row's prompt and answer; None for each that is empty."""
-    found: list[Any] = []
-    lacks: list[tuple[str, str]] = []
-    for read, column in ((prompt_of, prompt_column), (answer_of, answer_column)):
-        try:
-            found.append(read(row, column))
-        except MissingColumnError as error:
-            lacks += error.lacks
-    if lacks:
-        raise MissingColumnError(row, lacks)
-    return found[0], found[1]
 
 
 def answer_of(row: Row, column: str | None) -> Any:
@@ -273,7 +242,14 @@ def _first(row: Row, candidates: Sequence[str], column: str | None, what: str, k
         return present, None
     usual = f"none of its columns is called {', '.join(candidates)}"
     why = usual if column is None else f"there is no column for {key}={column!r}"
-    raise MissingColumnError(row, [(f"no {what}: {why}", key)])
+    names = [
+        f"{name} ({', '.join(f'{name}.{inner}' for inner in value)})" if isinstance(value, dict) and value else name
+        for name, value in row.values.items()
+    ]
+    raise ValueError(
+        f"{row.place} has no {what}: {why}. It has {', '.join(map(str, names)) or 'no columns'}. Name the right "
+        "columns with prompt_column and answer_column (response_column); dots lead into nested columns."
+    )
 
 
 def _value_at(values: dict[str, Any], column: str) -> Any:

@@ -33,7 +33,6 @@ from bapo.tasks.data.columns import (
     extra_of,
     look_up,
     pair_of,
-    problem_of,
     prompt_of,
     without_marks,
 )
@@ -101,7 +100,7 @@ def load_problems(
     counts: Counter[str] = Counter()
     first_conflict = ""
     for source, row, prompt, answer in _read(
-        sources, template, counts, lambda row: problem_of(row, prompt_column, answer_column)
+        sources, template, counts, lambda row: (prompt_of(row, prompt_column), answer_of(row, answer_column))
     ):
         question = question_id(prompt)
         known = problems.get(question)

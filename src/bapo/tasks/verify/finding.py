@@ -1,6 +1,6 @@
 """Finds the function that `module:function` names, and judges a reward function's signature before it is ever called.
 
-A function that cannot be found or called is refused with the names that the user gave and the files that are there.
+A function that cannot be found or called is refused with the name that the user gave and how to write it.
 Functions written for TRL and verl are recognised by their parameters: TRL's take lists and return a list, ours and
 verl's score one response. Nothing here needs torch.
 
@@ -9,7 +9,6 @@ the working directory, to which relative paths refer; close or replace the stand
 switch gradients off, which the learner needs.
 """
 
-import ast
 import difflib
 import importlib
 import importlib.util
@@ -18,7 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib.machinery import BYTECODE_SUFFIXES, EXTENSION_SUFFIXES, PathFinder
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -45,10 +44,6 @@ OF_THE_TRAINER = ("trainer_state", "environments")
 """What TRL's own trainer gives and we do not have."""
 STREAMS = (1, 2)
 """The descriptors of standard output and standard error."""
-COMPILED = (*EXTENSION_SUFFIXES, *BYTECODE_SUFFIXES)
-"""How the names of files end that hold a module and that nobody can read."""
-MOST_FILES, MOST_BYTES = 100, 1 << 20
-"""How many files are searched for functions that the user may have meant, and how large each may be."""
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -81,16 +76,9 @@ def find_function(name: str, what: str = "reward function", *, or_dict: bool = F
             raise ValueError(
                 f"{what} {name!r}: {module_name} imports {error.name}, which is missing. Install it."
             ) from error
-        files = (module for module in _modules() if function_name in _functions_of(Path(f"{module}.py")))
-        found = " or ".join(f"{module}:{function_name}" for module in files)
-        hint = f"Did you mean {found}? Otherwise, start" if found else "Start"
-        places = (f"{error.name.replace('.', '/')}{ending}" for ending in COMPILED)
-        compiled = next(
-            (f"{place} is compiled, and only .py files run. " for place in places if Path(place).exists()), ""
-        )
         raise ValueError(
-            f"{what} {name!r}: there is no module {error.name!r} in {here} or on Python's path. "
-            f"{compiled}{hint} from the directory that holds its file, or install its package."
+            f"{what} {name!r}: there is no module {error.name!r} in {here} or on Python's path. Start from the "
+            "directory that holds its file, or install its package."
         ) from error
     except KeyboardInterrupt:
         raise
@@ -128,21 +116,13 @@ def file_of(name: str) -> str | None:
 
 
 def written_as(name: str) -> str:
-    """How to write a name that is not module:function, in the words of the file that it means."""
+    """How to write a name that is not module:function."""
     file, _, function = name.partition(":")
-    path = Path(file if file.endswith(".py") else f"{file}.py")
-    functions = [function] if function and file else _functions_of(path)
-    if not functions:
-        files = [f"{module}:{first}" for module in _modules() for first in _functions_of(Path(f"{module}.py"))[:1]]
-        shown = " or ".join(files[:3]) or f"{path.stem if file else 'my_rewards'}:score for the function score"
-        return f"Write the name of a file without .py, a colon, and the name of a function in it, such as {shown}."
-    if path.is_absolute() or ".." in path.parts:
-        return (
-            f"For the function {functions[0]} in {path.name}, start in the directory {path.parent} and write "
-            f"{path.stem}:{functions[0]}."
-        )
-    written = " or ".join(f"{'.'.join(path.with_suffix('').parts)}:{one}" for one in functions[:3])
-    return f"For the function {' or '.join(functions[:3])} in {path}, write {written}."
+    path = Path((file or "my_rewards").removesuffix(".py"))
+    outside = path.is_absolute() or ".." in path.parts
+    where = f"Start in the directory {path.parent}, and write" if outside else "Write"
+    written = f"{path.name if outside else '.'.join(path.parts)}:{function or 'score'}"
+    return f"{where} the name of a file without .py, a colon and the name of a function: {written}."
 
 
 def judged(name: str, function: Callable[..., Any]) -> Signature:
@@ -224,20 +204,3 @@ def unharmed() -> Iterator[None]:
             os.chdir(where)
         if (torch := sys.modules.get("torch")) is not None:
             torch.set_grad_enabled(gradients)
-
-
-def _modules() -> list[str]:
-    """The names of the modules in the current directory, as far as they are searched."""
-    return sorted(path.stem for path in Path().glob("*.py") if path.stem.isidentifier())[:MOST_FILES]
-
-
-def _functions_of(path: Path) -> list[str]:
-    """The public functions that a file defines, read without running it; none if it cannot be read."""
-    try:
-        if not path.is_file() or path.stat().st_size > MOST_BYTES:
-            return []
-        body = ast.parse(path.read_bytes()).body
-    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
-        return []
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef
-    return [node.name for node in body if isinstance(node, kinds) and not node.name.startswith("_")]

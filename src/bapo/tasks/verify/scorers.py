@@ -5,8 +5,6 @@
 that one of them fails on has none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -259,11 +259,9 @@ def test_rows_that_make_no_problem_are_refused_with_the_columns_they_have(tmp_pa
     assert "line 1 has no prompt" in message
     assert "prompt, question, problem" in message
     assert "It has text, meta (meta.gold)" in message
-    assert "and no answer: none of its columns is called reward_model.ground_truth, answer" in message
     assert "Name the right columns with prompt_column and answer_column" in message
-    message = refusal(tmp_path, '{"task": "p", "answer": "1"}')
-    assert "no answer" not in message
-    assert "Name the right column with prompt_column (dots" in message
+    message = refusal(tmp_path, '{"prompt": "p", "gold": "1"}')
+    assert "no answer: none of its columns is called reward_model.ground_truth, answer" in message
     message = refusal(tmp_path, '{"prompt": "p", "x": 1}', answer_column="reward_model.ground_truth")
     assert "there is no column for answer_column='reward_model.ground_truth'" in message
     assert "holds '3' (int)" in refusal(tmp_path, '{"prompt": 3, "answer": "1"}')

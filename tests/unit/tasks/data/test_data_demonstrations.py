@@ -83,7 +83,7 @@ def test_named_columns_and_errors(tmp_path):
     (found,), _ = load_demonstrations([path], **named, template="<{prompt}>")
     assert (found.prompt, found.response) == ("<q>", "a")
     with pytest.raises(
-        ValueError, match=r"line 1 has no response.*response, completion.*Name the right column with resp"
+        ValueError, match=r"line 1 has no response.*response, completion.*Name the right columns with prompt_column"
     ):
         load_demonstrations([path])
     with pytest.raises(ValueError, match=r"column 'response' holds '3' \(int\). A response must be text"):

@@ -233,19 +233,15 @@ def test_what_cannot_be_found_or_called_is_explained(written):
 @pytest.mark.parametrize(
     ("given", "hint"),
     [
-        ("grading.py:exact", r"For the function exact in grading.py, write grading:exact\."),
-        ("grading.py", r"For the function exact or loose in grading.py, write grading:exact or grading:loose\."),
-        ("grading", r"For the function exact or loose in grading.py, write grading:exact or grading:loose\."),
-        ("sub/other.py:exact", r"For the function exact in sub/other.py, write sub.other:exact\."),
-        ("/far/other.py:exact", r"start in the directory /far and write other:exact\."),
-        ("nowhere.py", r"such as grading:exact\."),
-        (":exact", r"such as grading:exact\."),
-        ("marking:exact", r"no module 'marking' in .*Did you mean grading:exact\? Otherwise, start"),
+        ("grading.py:exact", r"Write the name of a file .* a function: grading:exact\."),
+        ("grading", r"grading:score\."),
+        ("sub/other.py:exact", r"sub\.other:exact\."),
+        ("/far/other.py:exact", r"Start in the directory /far, and write .* other:exact\."),
+        (":exact", r"my_rewards:exact\."),
+        ("marking:exact", r"no module 'marking' in .* Start from the directory that holds its file"),
     ],
 )
-def test_the_hint_names_the_file_and_the_function_that_are_there(written, given, hint):
-    Path("grading.py").write_text("import nothing_of_that_name\ndef exact(response): ...\ndef loose(response): ...\n")
-    Path("broken.py").write_text("def exact(:")
+def test_the_hint_says_how_to_write_the_name(written, given, hint):
     with pytest.raises(ValueError, match=hint):
         FunctionReward(given)
 
