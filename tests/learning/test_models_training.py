@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bapo.models import load_policy
 from bapo.models.layers import LoraSettings
+from bapo.models.loading import load_policy
 from bapo.tasks.countdown import Countdown
 from bapo.train import build as build_module
 from bapo.train.run import resume, start

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from bapo.models import load_policy
+from bapo.models.loading import load_policy
 from bapo.report import find_arms, write_report
 from bapo.rollout.engine import Request, Sampling
 from bapo.rollout.local.engine import LocalEngine

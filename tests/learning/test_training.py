@@ -17,7 +17,7 @@ from bapo.config.sft import SftConfig
 from bapo.demo import model_path
 from bapo.evaluate import evaluate
 from bapo.learn.learner import Learner
-from bapo.models import Policy
+from bapo.models.policy import Policy
 from bapo.rollout.engine import Sampling
 from bapo.rollout.local.engine import LocalEngine
 from bapo.rollout.scheduler import Scheduler

@@ -27,7 +27,7 @@ from packaging.utils import canonicalize_name
 import bapo
 from bapo.cli import run
 from bapo.diagnose.dumps import read_dump
-from bapo.models import load_policy
+from bapo.models.loading import load_policy
 from bapo.process import clean_environment, environment
 from bapo.tasks.verify.finding import file_of, find_function
 from bapo.tasks.verify.functions import IsolatedReward

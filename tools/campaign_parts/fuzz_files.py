@@ -95,8 +95,7 @@ def _copied(root: Path, case: tuple[str, bytes | None], inside: Path) -> Path:
 
 
 def _model(model: Path, case: tuple[str, bytes | None], inside: Path) -> None:
-    from bapo.models import load_policy
-    from bapo.models.loading import hush
+    from bapo.models.loading import hush, load_policy
 
     hush()
     policy = load_policy(str(_copied(model, case, inside)), dtype="float32", device="cpu")

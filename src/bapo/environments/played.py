@@ -21,7 +21,7 @@ from bapo.environments.conversations import Conversations
 from bapo.environments.episode import Answer, Environments
 from bapo.environments.hosted import Hosted, Recipe, row_of
 from bapo.environments.script import PolicyScript, tool_format
-from bapo.models import Policy
+from bapo.models.policy import Policy
 from bapo.tasks.data.problems import hold_out, load_rows
 from bapo.tasks.task import Task
 from bapo.tasks.verify.scorers import Verifier

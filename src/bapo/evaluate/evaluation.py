@@ -40,8 +40,9 @@ from bapo.evaluate.options import COUNTDOWN, DEFAULT_MAX_TOKENS, LEAVES_OUT_NOTH
 from bapo.evaluate.progress import EvaluationView
 from bapo.evaluate.results_page import page
 from bapo.evaluate.sampling import Response, sample
-from bapo.models import Policy, hush, load_policy, prompt_text
 from bapo.models.bits import fingerprint, packed
+from bapo.models.loading import hush, load_policy
+from bapo.models.policy import Policy, prompt_text
 from bapo.process import stops
 from bapo.rollout.engine import Engine
 from bapo.rollout.local.engine import engine_for

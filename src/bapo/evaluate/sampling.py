@@ -22,7 +22,7 @@ from bapo.tasks.task import Scorer, following
 from bapo.types import Group, Problem, ResponseText, Score, Status
 
 if TYPE_CHECKING:
-    from bapo.models import Policy
+    from bapo.models.policy import Policy
 
 
 EVALUATED = 1 << 40

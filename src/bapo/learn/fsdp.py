@@ -17,8 +17,6 @@ All ranks must call `step`, `weights`, `fingerprint`, `next_logprobs`, `save` an
 Compiled layers are refused: torch would compile the gathering with them, and nobody has checked the result here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

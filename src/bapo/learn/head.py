@@ -6,8 +6,6 @@ the rest, embedding, last norm and head, while the whole runs. So no other code 
 The output head takes hidden states in and gives log-probs and entropies of given tokens out, without full logits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 

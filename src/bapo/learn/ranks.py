@@ -11,8 +11,6 @@ fail at once, too, and find in the store whom to blame. The group is of no use a
 that is silent (stopped, or cut off) ends the others at the timeout of the group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta

@@ -27,8 +27,6 @@ A resumed run makes the reference from model.path again, before its checkpoint i
 these are still the weights with which the run began. The weights of a reference that moves are in the checkpoint.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence

@@ -17,8 +17,6 @@ If most weights are frozen (low-rank additions), the frozen ones are read again 
 that additions are not applied to a model other than the one they were trained on.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack

@@ -7,8 +7,6 @@ but rounding. The learner provides forward pass, log-probs, optimizer, schedule 
 and no bounds here, because no policy sampled these tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple

@@ -23,8 +23,6 @@ tokens was at the target or below, and else down, within 0 and 1. An update has 
 target or below.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any, cast

@@ -3,8 +3,6 @@
 It also says what these parts cannot do together, and what a person should know of them. A dry run asks it for that.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -20,7 +18,7 @@ from bapo.environments.played import PlayedTask, conversations_of, rows_of
 from bapo.learn.learner import Learns
 from bapo.learn.learner_settings import wrong_values
 from bapo.learn.reference import Reference, initial
-from bapo.models import Policy, prompt_text
+from bapo.models.policy import Policy, prompt_text
 from bapo.preflight.examine import TaskData, load_task, make_judge, wrong_options
 from bapo.rollout.engine import Engine, Sampling
 from bapo.rollout.local.engine import engine_for

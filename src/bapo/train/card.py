@@ -4,8 +4,6 @@ The card is written from the run's own configuration and figures, so it cannot c
 model is, how it was trained, what it scores and how to check the scores. Licence and intended use are the base model's.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -13,8 +13,6 @@ its shards of the weights and moments, and the first one writes the rest. They d
 The random state needs no file: every draw is a function of a seed and a counter that is saved here.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

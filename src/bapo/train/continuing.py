@@ -11,8 +11,6 @@ Nothing is changed before all of these are known to be right. A value of the wro
 somewhere in a later step.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ An update may be skipped, for one of two reasons. Each skipped update gets a lin
 The tokens of the last one are kept as `skipped/update-000012.safetensors`, a dump that `bapo diagnose` reads.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +22,8 @@ from bapo.config.errors import DriftedApart
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
 from bapo.learn.learner import Learner, Learns, Update
-from bapo.models import Policy
 from bapo.models.export import write_model
+from bapo.models.policy import Policy
 from bapo.rollout.scheduler import SchedulerMetrics
 from bapo.runs.metrics import check_declared
 from bapo.runs.write import RunDirectory

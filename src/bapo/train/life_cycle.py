@@ -17,8 +17,6 @@ is exported before anything is computed from the logs, so a damaged log cannot c
 so its presence means that the run is complete.
 """
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence

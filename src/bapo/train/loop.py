@@ -9,8 +9,6 @@ only at versions v .. v + max_staleness; then the buffer drops it.
 A step is a pure function of (config, weights, state), so a resumed run repeats an uninterrupted one bit for bit.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -20,7 +18,7 @@ from typing import Any
 from bapo.buffer import Buffer, NoBatch
 from bapo.config.run import Config
 from bapo.learn.learner import Learns, Update
-from bapo.models import Policy
+from bapo.models.policy import Policy
 from bapo.process.stops import StopAsked
 from bapo.rollout.engine import Engine
 from bapo.rollout.scheduler import Scheduler, new_group

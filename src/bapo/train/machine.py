@@ -9,8 +9,6 @@ before. A difference does not stop a run, but a person is told that it may not g
 A CPU without units for 16-bit numbers multiplies bfloat16 matrices hundreds of times slower than float32 ones.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform
@@ -31,9 +29,10 @@ from bapo.config.placement import placed
 from bapo.config.run import Config
 from bapo.config.sft import SftConfig
 from bapo.learn.learner_settings import LearnerSettings
-from bapo.models import Policy, hush, load_policy
 from bapo.models.export import check_saves
 from bapo.models.layers import LoraSettings
+from bapo.models.loading import hush, load_policy
+from bapo.models.policy import Policy
 
 Kind = TypeVar("Kind", Config, SftConfig)
 

@@ -37,7 +37,7 @@ from bapo.config.run import Config
 from bapo.environments.played import conversations_of
 from bapo.evaluate import evaluate
 from bapo.learn.learner import Learner, Update
-from bapo.models import prompt_text
+from bapo.models.policy import prompt_text
 from bapo.preflight.examine import TaskData
 from bapo.rollout.engine import Sampling
 from bapo.rollout.local.engine import LocalEngine

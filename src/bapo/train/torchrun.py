@@ -23,8 +23,6 @@ On one machine, the ranks speak to each other over the loopback interface, unles
 NCCL_SOCKET_IFNAME say otherwise. The store where they meet belongs to torchrun.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -45,7 +43,7 @@ from bapo.learn.fsdp import ShardedLearner
 from bapo.learn.learner import Learner
 from bapo.learn.learner_settings import LearnerSettings
 from bapo.learn.ranks import PATIENCE, LostRank, Ranks, failing_together, from_all_texts, join, leave
-from bapo.models import Policy
+from bapo.models.policy import Policy
 from bapo.process.stops import StopAsked
 from bapo.rollout.engine import NOTHING_LOADED, Engine, Request, Sampling, Segment
 from bapo.runs.write import RunDirectory

@@ -15,8 +15,6 @@ full is not sent. At the end, the threads have END_SECONDS for what is left, or 
 and a note says how many lines were not sent.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import fcntl

@@ -22,7 +22,7 @@ from bapo.config.run import Config
 from bapo.evaluate import Arguments, evaluate, maj_at_k
 from bapo.evaluate.evaluation import fingerprint_of_weights, load_data_sets
 from bapo.evaluate.options import Settings, data_names
-from bapo.models import load_policy
+from bapo.models.loading import load_policy
 from bapo.preflight.examine import load_task
 from bapo.rollout.engine import Sampling
 from bapo.rollout.local.engine import LocalEngine

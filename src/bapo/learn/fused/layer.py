@@ -6,8 +6,6 @@ another order. Low-rank additions are computed in the precision of the states, f
 attention have gradients of their own, around the kernels; they stand below the layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

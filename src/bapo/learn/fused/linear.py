@@ -9,8 +9,6 @@ A weight that has a `main_grad` gets its gradient added to that, in float32, by 
 pass then gives torch no gradient for it. Other weights get one as usual, in their own precision.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple

@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo.config.run import Config
-from bapo.models import Policy
+from bapo.models.policy import Policy
 from bapo.process.stops import StopAsked
 from bapo.rollout.engine import NOTHING_LOADED, Sampled
 from bapo.runs import history
